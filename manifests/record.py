@@ -300,7 +300,7 @@ class FullEntry:
     """A full checkpoint as a version lists it: where it is, and whether it is proven yet.
 
     `status`: `pending` (its proof is still to come), `proven`, or `inexact` (a later comparison found drift in it).
-    `manifest_digest` is that of the encoded `Full` record.
+    `manifest_digest` is that of the encoded `Full` record. `finite`: no parameter held a NaN or an infinity.
     """
 
     incarnation: int
@@ -309,6 +309,7 @@ class FullEntry:
     manifest_digest: bytes
     size_bytes: int
     status: str
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
