@@ -1,0 +1,1 @@
+"""The tests: one module for each module of the library, `scenarios/` for those that need several processes."""

@@ -1,0 +1,15 @@
+"""What all tests share: one thread per process, hypothesis without time limits or luck, and the mark `slow`."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported anywhere: two cores, many processes, and bits that must not depend on the machine's core count.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from hypothesis import HealthCheck, settings
+
+# `derandomize` makes a failure on one machine a failure on all; ADACHECK_HYPOTHESIS=search looks for new ones instead.
+settings.register_profile("repeat", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, max_examples=1_000)
+settings.load_profile(os.environ.get("ADACHECK_HYPOTHESIS", "repeat"))
