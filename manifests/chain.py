@@ -15,7 +15,7 @@ import msgpack
 
 from adacheck.manifests.encoding import decode, encode
 from adacheck.manifests.errors import BitFlip, FormatError, Malformed, NewerFormat, NotARecord, Truncated, WrongRecord, ZeroLength
-from adacheck.manifests.record import DIGEST_BYTES, Increment, Linked, Segment, Version
+from adacheck.manifests.record import DIGEST_BYTES, Gradient, Increment, Linked, Refresh, Segment, Value, Version
 
 Buffer = bytes | bytearray | memoryview
 
@@ -126,7 +126,8 @@ def verify(entries: Iterable[tuple[int, Buffer | None]], anchor_step: int, ancho
         anchor_step, anchor_link: the entry before the first kept one (`genesis` and its step at the start of a chain).
         expect: whose chain it is.
     """
-    at, previous = anchor_step, anchor_link if len(anchor_link) == DIGEST_BYTES else None
+    at = anchor_step
+    previous: bytes | None = anchor_link if len(anchor_link) == DIGEST_BYTES else None
     if previous is None:
         yield Problem(Kind.MALFORMED, anchor_step, f"an anchor link of {DIGEST_BYTES} bytes", f"{len(anchor_link)} bytes")
     incarnation = 0
@@ -150,7 +151,7 @@ def verify(entries: Iterable[tuple[int, Buffer | None]], anchor_step: int, ancho
         if problem:
             yield problem
         trusted = problem is None or problem.kind is Kind.BROKEN_LINK
-        previous = linked.link if trusted and len(linked.link) == DIGEST_BYTES else None
+        previous = link(linked.previous, linked.entry) if trusted else None
         incarnation = increment.incarnation if trusted else incarnation
     if expect.newest is not None and at < expect.newest:
         yield Problem(Kind.MISSING, at + 1, f"entries up to step {expect.newest}", f"the last at step {at}")
@@ -172,10 +173,10 @@ def _misplaced(increment: Increment, step: int, incarnation: int, expect: Expect
 
 def _unlinked(linked: Linked, step: int, previous: bytes | None) -> Problem | None:
     """An entry whose links are wrong; `previous` is `None` where the entry before it could not be trusted."""
-    if previous is not None and linked.previous != previous:
-        return Problem(Kind.BROKEN_LINK, step, f"previous link {_short(previous)}", _short(linked.previous))
     if len(linked.previous) != DIGEST_BYTES:
         return Problem(Kind.MALFORMED, step, f"a previous link of {DIGEST_BYTES} bytes", f"{len(linked.previous)} bytes")
+    if previous is not None and linked.previous != previous:
+        return Problem(Kind.BROKEN_LINK, step, f"previous link {_short(previous)}", _short(linked.previous))
     right = link(linked.previous, linked.entry)
     if linked.link != right:
         return Problem(Kind.BROKEN_LINK, step, f"link {_short(right)}", _short(linked.link))
@@ -184,7 +185,8 @@ def _unlinked(linked: Linked, step: int, previous: bytes | None) -> Problem | No
 
 def segments(increment: Increment) -> Iterator[Segment]:
     """Every segment of an increment, in the order of the record: gradients, values, refreshes, opaque."""
-    for part in (*increment.gradients, *increment.values, *increment.refreshes):
+    parts: tuple[Gradient | Value | Refresh, ...] = (*increment.gradients, *increment.values, *increment.refreshes)
+    for part in parts:
         yield from part.segments
     yield from increment.opaque
 
