@@ -1,0 +1,121 @@
+"""The pool of blocks through which everything leaves the trainer: raw copies of tensor ranges, at most 4 MiB each.
+
+The trainer copies a range once and goes on; a block is taken again only after the keeper has given it back, so later writes to
+the live tensors never reach what was captured.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from adacheck.manifests.record import SEGMENT_BYTES_MAX
+
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(eq=False)
+class Block:
+    """One buffer of the pool: `data` is uint8 of `SEGMENT_BYTES_MAX` elements. `pieces` counts what the keeper still needs."""
+
+    data: torch.Tensor
+    pieces: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Where one captured range lies."""
+
+    block: Block
+    start: int
+    size_bytes: int
+
+    def view(self) -> memoryview:
+        """The captured bytes, writable."""
+        return self.block.data[self.start : self.start + self.size_bytes].numpy().data
+
+
+class PoolEmpty(Exception):
+    """No block came back within the deadline; the checkpointer then detaches the keeper instead of stopping the training."""
+
+
+@dataclass
+class Blocks:
+    """The pool. One thread (the trainer's) takes; any thread gives back.
+
+    Attributes:
+        count: blocks in the pool.
+        deadline_s: longest wait for one block.
+        blocked_s: seconds waited so far, in all.
+        waiting: called once before the first wait, so that whoever can free blocks is told to hurry.
+    """
+
+    count: int
+    deadline_s: float
+    blocked_s: float = 0.0
+    waiting: Callable[[], None] = lambda: None
+    _free: list[Block] = field(default_factory=list)
+    _made: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _open: Block | None = None
+    _filled: int = 0
+
+    def write(self, source: torch.Tensor) -> Slice:
+        """Copy a flat contiguous uint8 tensor of at most `SEGMENT_BYTES_MAX` bytes into the pool; small ones share a block.
+
+        Raises:
+            PoolEmpty: no block came back in time.
+        """
+        size = source.numel()
+        if self._open is None or self._filled + size > SEGMENT_BYTES_MAX:
+            self.seal()
+            self._open, self._filled = self._take(), 0
+            self._open.pieces = 1  # held open by the writer, besides its pieces
+        piece = Slice(self._open, self._filled, size)
+        self._open.data[self._filled : self._filled + size].copy_(source)
+        with self._changed:
+            self._open.pieces += 1
+        self._filled += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return piece
+
+    def seal(self) -> None:
+        """End the block that small pieces are gathered in, so that it can come back as soon as its pieces are done."""
+        if self._open is not None:
+            block, self._open = self._open, None
+            self._release(block)
+
+    def give(self, piece: Slice) -> None:
+        """The keeper needs this piece no more."""
+        self._release(piece.block)
+
+    @property
+    def in_use(self) -> int:
+        """Blocks that are out."""
+        return self._made - len(self._free)
+
+    def _release(self, block: Block) -> None:
+        with self._changed:
+            block.pieces -= 1
+            assert block.pieces >= 0, "a block was given back twice"
+            if block.pieces == 0:
+                self._free.append(block)
+                self._changed.notify()
+
+    def _take(self) -> Block:
+        with self._changed:
+            if self._free:
+                return self._free.pop()
+            if self._made < self.count:
+                self._made += 1
+                return Block(torch.empty(SEGMENT_BYTES_MAX, dtype=torch.uint8))
+            self.waiting()
+            started = time.monotonic()
+            self._changed.wait_for(lambda: bool(self._free), timeout=self.deadline_s)
+            self.blocked_s += time.monotonic() - started
+            if not self._free:
+                raise PoolEmpty(f"no block of {self.count} came back from the keeper within {self.deadline_s:.0f} s")
+            return self._free.pop()

@@ -1,0 +1,234 @@
+"""Turns what the optimizers do between two calls of `ckpt.step()` into one increment: events, gradients, values, refreshes.
+
+The pre-step hook (kept last) sees exactly what the optimizer is given and copies it; the post-step hook (kept first) tells the
+watch what the optimizer itself changed. Everything here runs in the trainer's thread and only reads the user's tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from adacheck.capture import opaque
+from adacheck.capture.clip import ClipCoefficients
+from adacheck.capture.inventory import Inventory, LiveState
+from adacheck.capture.pieces import PieceWriter
+from adacheck.capture.quiet import QuietOptimizers
+from adacheck.capture.watch import Watch
+from adacheck.kernel import certificate_key, kernel_of, replayable
+from adacheck.keeper.certify import Certifier
+from adacheck.keeper.submission import Draft, DraftGradient, DraftValue
+from adacheck.manifests.record import Event, Group, Kernel
+from adacheck.states import dtype_name
+
+SMALL_BYTES = 64 << 10
+"""Buffers under this size are sent (and left out again if unchanged) at every step: their kernels often write unseen."""
+
+_log = logging.getLogger("adacheck")
+
+
+@dataclass
+class _Step:
+    """What has been captured since the last `ckpt.step()`."""
+
+    events: list[Event] = field(default_factory=list)
+    gradients: list[DraftGradient] = field(default_factory=list)
+    stepped: dict[int, str] = field(default_factory=dict)  # states an optimizer changed without a gradient sent: reason
+    certifying: set[int] = field(default_factory=set)  # whole and gradient, until the verdict
+    incomparable: set[int] = field(default_factory=set)
+    fired: set[str] = field(default_factory=set)
+
+
+class Capture:
+    """Hooks on the attached optimizers, from `install` to `remove`.
+
+    `verdicts` returns the keeper's present `Certifier`; `writer` copies ranges into blocks and submits them.
+    """
+
+    def __init__(self, inventory: Inventory, writer: PieceWriter, verdicts: Callable[[], Certifier]) -> None:
+        self.inventory = inventory
+        self.known: set[int] = set()
+        """States the chain has a complete value of; others go whole."""
+        self._writer, self._verdicts = writer, verdicts
+        self._clip, self._watch, self._quiet = ClipCoefficients(), Watch(), QuietOptimizers()
+        self._step, self._signature = _Step(), inventory.signature()
+        self._handles: list[tuple[torch.optim.Optimizer, Any, Any]] = []
+        self._depth: dict[str, int] = {}
+        self._said: set[str] = set()
+        self.suspended = False
+
+    def install(self) -> None:
+        """Hook every optimizer; from here on the watch knows what every tensor looks like."""
+        self._clip.install()
+        for name, optimizer in self.inventory.optimizers.items():
+            pre = optimizer.register_step_pre_hook(lambda o, args, kwargs, name=name: self._before_step(name, o, args, kwargs))
+            post = optimizer.register_step_post_hook(lambda o, args, kwargs, name=name: self._after_step(name))
+            self._handles.append((optimizer, pre, post))
+        self._keep_order()
+        self._watch.check(self.inventory.states.values())
+
+    def remove(self) -> None:
+        """Take every hook away."""
+        self._clip.remove()
+        for _, pre, post in self._handles:
+            pre.remove()
+            post.remove()
+        self._handles.clear()
+
+    def restored(self, known: Iterable[int]) -> None:
+        """The live tensors were just written from a cut that holds `known`: forget what was captured and seen before."""
+        self.inventory.refresh()
+        self._signature = self.inventory.signature()
+        self._step, self._watch = _Step(), Watch()
+        self._watch.check(self.inventory.states.values())
+        self.known = set(known)
+
+    def finish(self, step: int, refresh: Mapping[int, list[tuple[str, int, int]]], drifted: frozenset[int]) -> Draft:
+        """Capture the rest of the step and describe it all; watermarks in the draft are zero, for the caller to fill.
+
+        Args:
+            refresh: ranges to send for comparison, by state: (tensor, start, stop).
+            drifted: states in which the keeper found a difference: they go whole.
+        """
+        done = self._step
+        self._look_again()
+        states = self.inventory.states
+        self._watch.check(states.values())
+        reasons = self._reasons(done, self._watch.collect(), drifted)
+        values = [self._send_value(states[number], reasons[number]) for number in sorted(reasons) if number in states]
+        refreshes = tuple(n for n in sorted(refresh) if n in states and n not in reasons)
+        for number in refreshes:
+            self._send_refresh(states[number], refresh[number])
+        removed = tuple(sorted(self.known - states.keys()))
+        self.known = set(states)
+        self._step = _Step()
+        self._clip.clear()
+        self._depth.clear()
+        self._keep_order()
+        gradients = tuple(g for g in done.gradients if g.state not in done.incomparable)
+        comparable = frozenset(done.certifying & reasons.keys()) - done.incomparable
+        return Draft(step, tuple(done.events), gradients, tuple(values), refreshes, removed, comparable, 0, 0)
+
+    def _reasons(self, done: _Step, moved: frozenset[int], drifted: frozenset[int]) -> dict[int, str]:
+        """Which states go whole in this cut, and why; the first reason in order of weight is the one told."""
+        states = self.inventory.states
+        reasons = {number: "buffer" for number, live in states.items() if live.kind != "parameter" and _small(live)}
+        reasons.update(self._quiet.reasons(self.inventory, done.fired))
+        reasons.update(dict.fromkeys(done.certifying, "certify"))
+        reasons.update(done.stepped)
+        reasons.update(dict.fromkeys(drifted & states.keys(), "drift"))
+        reasons.update(dict.fromkeys(moved & states.keys(), "write"))
+        reasons.update(dict.fromkeys(states.keys() - self.known, "first"))
+        return reasons
+
+    def _look_again(self) -> None:
+        self.inventory.refresh()
+        self._signature = self.inventory.signature()
+        for name, depth in self._depth.items():
+            if depth:  # a step that raised: how far it came is unknown
+                self._step.stepped.update({n: "raised" for n, live in self.inventory.states.items() if live.optimizer_name == name})
+
+    def _keep_order(self) -> None:
+        for optimizer, pre, post in self._handles:
+            pre_hooks: Any = optimizer._optimizer_step_pre_hooks
+            post_hooks: Any = optimizer._optimizer_step_post_hooks
+            if pre.id in pre_hooks and post.id in post_hooks:
+                pre_hooks.move_to_end(pre.id)
+                post_hooks.move_to_end(post.id, last=False)
+
+    def _before_step(self, name: str, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth[name] = self._depth.get(name, 0) + 1
+        if self.suspended or self._depth[name] > 1:
+            return
+        if self.inventory.signature() != self._signature:
+            self.inventory.refresh()
+            self._signature = self.inventory.signature()
+        mine = [live for live in self.inventory.states.values() if live.optimizer_name == name]
+        self._watch.check(mine)
+        self._step.fired.add(name)
+        why_not = _unreplayable_call(args, kwargs)
+        for kernel, groups in self._groups_by_kernel(optimizer).items():
+            event = len(self._step.events)
+            self._step.events.append(Event(name, kernel, tuple(described for described, _ in groups)))
+            for _, group in groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        reason = why_not or replayable(optimizer, group, parameter)
+                        self._capture_gradient(parameter.grad, group, self.inventory.by_parameter[id(parameter)], kernel, event, reason)
+
+    def _groups_by_kernel(self, optimizer: torch.optim.Optimizer) -> dict[Kernel, list[tuple[Group, dict[str, Any]]]]:
+        found: dict[Kernel, list[tuple[Group, dict[str, Any]]]] = {}
+        for group in optimizer.param_groups:
+            numbers = tuple(self.inventory.by_parameter[id(p)].state for p in group["params"])
+            plain = {name: entry for name, entry in group.items() if name != "params"}
+            described = Group(numbers, opaque.encode("hyperparameters", plain))
+            found.setdefault(kernel_of(optimizer, group), []).append((described, group))
+        return found
+
+    def _capture_gradient(
+        self, gradient: torch.Tensor, group: dict[str, Any], live: LiveState, kernel: Kernel, event: int, why_not: str | None
+    ) -> None:
+        step, number = self._step, live.state
+        verdicts = self._verdicts()
+        key = certificate_key(kernel, live.parameter.dtype, gradient.dtype)
+        if why_not is None and verdicts.denied(number, key):
+            why_not = f"a replay of {kernel.optimizer_class} ({kernel.implementation}) did not give the same bits"
+        if why_not is not None:
+            step.stepped[number] = "optimizer"
+            step.incomparable.add(number)
+            self._say_once(live, why_not)
+            return
+        if not verdicts.certified(number, key):
+            step.certifying.add(number)
+            if not _keeps_all(group, live.optimizer_entries()):
+                step.incomparable.add(number)
+        if number not in self.known or number in self._watch.moved:
+            step.incomparable.add(number)  # it goes whole at the end of the step, and there is nothing to compare with
+        if number not in step.incomparable:
+            self._writer.send("gradient", number, event, "grad", gradient, self._clip.of(live.parameter))
+            step.gradients.append(DraftGradient(number, event, dtype_name(gradient.dtype)))
+
+    def _after_step(self, name: str) -> None:
+        self._depth[name] = self._depth.get(name, 1) - 1
+        if not self.suspended and self._depth[name] == 0:
+            self._watch.accept(live for live in self.inventory.states.values() if live.optimizer_name == name)
+
+    def _send_value(self, live: LiveState, reason: str) -> DraftValue:
+        scalars = live.scalars()
+        spec = live.spec(opaque.encode(f"optimizer entries of {live.fqn}", scalars) if scalars else b"")
+        for name, tensor in live.tensors().items():
+            self._writer.send("value", live.state, 0, name, tensor, None)
+        return DraftValue(spec, reason)
+
+    def _send_refresh(self, live: LiveState, ranges: list[tuple[str, int, int]]) -> None:
+        tensors = live.tensors()
+        for name, start, stop in ranges:
+            if name in tensors and stop <= tensors[name].numel():
+                self._writer.send_range("refresh", live.state, 0, name, tensors[name], start, stop)
+
+    def _say_once(self, live: LiveState, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            _log.warning("%s and others go whole at every step, not as gradients: %s", live.fqn, reason)
+
+
+def _small(live: LiveState) -> bool:
+    tensor = live.current()
+    return tensor.numel() * tensor.element_size() < SMALL_BYTES
+
+
+def _unreplayable_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    if len(args) > 1 and args[1] is not None or kwargs.get("closure") is not None:
+        return "step(closure) evaluates the loss inside the optimizer"
+    return None
+
+
+def _keeps_all(group: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:
+    """Whether all the optimizer state exists that a step of this group needs: before, a replay would begin from nothing."""
+    if "momentum" in group and "betas" not in group:
+        return not group["momentum"] or isinstance(entries.get("momentum_buffer"), torch.Tensor)
+    return bool(entries)

@@ -1,0 +1,178 @@
+"""What the user's model and optimizer consist of, by name: the live states, in one order on every start.
+
+A parameter and its optimizer tensors are one state; tied parameters are one state with several names; buffers are states of their
+own. Names are the model's, without what wrappers add (`module.`, `_orig_mod.`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from adacheck.errors import ConfigError, UnsupportedTensor
+from adacheck.manifests.record import StateSpec
+from adacheck.states import local_tensor, tensor_spec
+
+Models = torch.nn.Module | Iterable[torch.nn.Module] | Mapping[str, torch.nn.Module]
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+@dataclass(eq=False)
+class LiveState:
+    """One state as the trainer holds it.
+
+    Attributes:
+        state: its number in the chain.
+        fqn, aliases, kind: as in `StateSpec`; kind `transient` is a buffer that `state_dict()` leaves out.
+        owner: module whose buffer it is and the buffer's name there, `None` for parameters.
+        parameter: the parameter (or the buffer, at the last look).
+        optimizer_name, optimizer: who steps it; `""` and `None` for nobody.
+    """
+
+    state: int
+    fqn: str
+    aliases: tuple[str, ...]
+    kind: str
+    parameter: torch.Tensor
+    owner: tuple[torch.nn.Module, str] | None = None
+    optimizer_name: str = ""
+    optimizer: torch.optim.Optimizer | None = None
+
+    def current(self) -> torch.Tensor:
+        """The tensor now: a module may have rebound its buffer."""
+        if self.owner is not None:
+            module, name = self.owner
+            self.parameter = getattr(module, name)
+        return self.parameter
+
+    def optimizer_entries(self) -> Mapping[str, Any]:
+        """The optimizer's entries for this parameter; empty before its first step (and never created by looking)."""
+        if self.optimizer is None or self.parameter not in self.optimizer.state:
+            return {}
+        entries: Mapping[str, Any] = self.optimizer.state[self.parameter]
+        return entries
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All its tensors as this rank holds them, `param` first, then the optimizer's by name."""
+        found = {"param": local_tensor(self.current(), self.fqn)}
+        entries = self.optimizer_entries()
+        for name in sorted(name for name, entry in entries.items() if isinstance(entry, torch.Tensor)):
+            if name == "param":
+                raise UnsupportedTensor(f"the optimizer of {self.fqn} keeps a tensor called 'param', a name adacheck needs itself")
+            found[name] = local_tensor(entries[name], f"optimizer entry {name!r} of {self.fqn}")
+        return found
+
+    def scalars(self) -> dict[str, Any]:
+        """The optimizer's entries that are no tensors."""
+        return {name: entry for name, entry in self.optimizer_entries().items() if not isinstance(entry, torch.Tensor)}
+
+    def spec(self, scalars: bytes) -> StateSpec:
+        """Describe it; `scalars` is the encoded form of `self.scalars()`."""
+        tensors = tuple(tensor_spec(name, tensor) for name, tensor in self.tensors().items())
+        requires_grad = self.kind == "parameter" and self.parameter.requires_grad
+        return StateSpec(self.state, self.fqn, self.aliases, self.kind, self.optimizer_name, requires_grad, tensors, scalars)
+
+
+@dataclass
+class Inventory:
+    """Every live state, and the numbers that names have in this chain.
+
+    Attributes:
+        models, optimizers: what was attached, by name (`""` and `optim` where there is one of them).
+        numbers: fqn -> state number; kept over restarts of one generation, extended by new names.
+    """
+
+    models: dict[str, torch.nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+    numbers: dict[str, int] = field(default_factory=dict)
+    states: dict[int, LiveState] = field(default_factory=dict)
+    by_parameter: dict[int, LiveState] = field(default_factory=dict)
+
+    def refresh(self) -> None:
+        """Look again: names of all parameters, buffers, and what the optimizers hold besides (cheap; called at every step)."""
+        found: dict[int, LiveState] = {}
+        for prefix, model in self.models.items():
+            self._collect(prefix, model, found)
+        for name, optimizer in self.optimizers.items():
+            self._collect_optimizer(name, optimizer, found)
+        self.states = {live.state: live for live in found.values()}
+        self.by_parameter = {id(live.parameter): live for live in found.values()}
+
+    def signature(self) -> tuple[int, ...]:
+        """Changes when a group, a parameter or an optimizer's list of them changes: then `refresh` is due."""
+        parts = [id(p) for optimizer in self.optimizers.values() for group in optimizer.param_groups for p in group["params"]]
+        return (*parts, -1, *(len(optimizer.param_groups) for optimizer in self.optimizers.values()))
+
+    def _collect(self, prefix: str, model: torch.nn.Module, found: dict[int, LiveState]) -> None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for raw_name, parameter in model.named_parameters(remove_duplicate=False):
+            self._add(found, prefix + _plain(raw_name), "parameter", parameter, None)
+        for raw_name, buffer in model.named_buffers(remove_duplicate=False):
+            module_name, _, name = raw_name.rpartition(".")
+            module = modules[module_name]
+            kind = "transient" if name in module._non_persistent_buffers_set else "buffer"
+            self._add(found, prefix + _plain(raw_name), kind, buffer, (module, name))
+
+    def _collect_optimizer(self, optimizer_name: str, optimizer: torch.optim.Optimizer, found: dict[int, LiveState]) -> None:
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) not in found:
+                    self._add(found, f"{optimizer_name}.{g}.{i}", "parameter", parameter, None)
+                live = found[id(parameter)]
+                if live.optimizer is not None and live.optimizer is not optimizer:
+                    raise ConfigError(
+                        f"parameter {live.fqn} is in optimizers {live.optimizer_name!r} and {optimizer_name!r}; give it to one of them"
+                    )
+                live.optimizer_name, live.optimizer = optimizer_name, optimizer
+
+    def _add(
+        self, found: dict[int, LiveState], fqn: str, kind: str, tensor: torch.Tensor, owner: tuple[torch.nn.Module, str] | None
+    ) -> None:
+        if (known := found.get(id(tensor))) is not None:
+            if fqn != known.fqn and fqn not in known.aliases:
+                known.aliases = (*known.aliases, fqn)
+            return
+        if tensor.device.type == "meta":
+            raise UnsupportedTensor(f"{fqn} is a meta tensor without bytes; materialise the model before store.attach")
+        number = self.numbers.setdefault(fqn, len(self.numbers))
+        found[id(tensor)] = LiveState(number, fqn, (), kind, tensor, owner)
+
+
+def named(value: Any, kind: type, single: str, what: str) -> dict[str, Any]:
+    """One, a list or a dict of models or optimizers, as a dict.
+
+    Raises:
+        ConfigError: `value` is something else, or an empty collection.
+    """
+    if isinstance(value, kind):
+        return {single: value}
+    items = dict(value) if isinstance(value, Mapping) else {str(i): v for i, v in enumerate(value)} if isinstance(value, Iterable) else {}
+    for name, item in items.items():
+        if not isinstance(item, kind) or not isinstance(name, str) or not name:
+            raise ConfigError(f"{what} {name!r} is a {type(item).__name__}, not a {kind.__name__}")
+    if not items:
+        raise ConfigError(f"{what} must be a {kind.__name__}, a list or a dict of them; got {type(value).__name__}")
+    return items
+
+
+def take_inventory(model: Models, optimizer: Optimizers) -> Inventory:
+    """Everything that is to be checkpointed, by name."""
+    models = named(model, torch.nn.Module, "", "model")
+    optimizers = named(optimizer, torch.optim.Optimizer, "optim", "optimizer")
+    if not isinstance(model, torch.nn.Module):
+        models = {f"{name}.": m for name, m in models.items()}
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizers = {f"optim.{name}": o for name, o in optimizers.items()}
+    inventory = Inventory(models, optimizers)
+    inventory.refresh()
+    return inventory
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(f".{wrapper}", ".").removeprefix(wrapper)
+    return name

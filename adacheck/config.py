@@ -1,0 +1,190 @@
+"""The store URI: the address of the object tier, with options as query parameters. One frozen `StoreConfig` holds them all.
+
+Keyword arguments of `Store.open` win over the URI, the URI over `ADACHECK_*` environment variables, those over the defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
+
+from adacheck.backends.registry import known_options, known_schemes
+from adacheck.errors import ConfigError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Where a store is and how it behaves; the README's options table explains each option.
+
+    Attributes:
+        address: of the object tier, without options (`s3://bucket/run-42`).
+        nvme: directory of the log on a local disk, `None` for none (full checkpoints only).
+        agent: where the keeper runs; this version has `inprocess`, and `auto` means it.
+        full_every: steps between full checkpoints.
+        refresh: steps in which every byte is sent once to be compared.
+        log_steps: steps in which every state's base on NVMe is rewritten once; the log holds about twice as many increments.
+        verify: `rolling`, or `step` to compare everything every step.
+        keep: full checkpoints kept, beside the newest proven one.
+        bandwidth_bytes_per_s: most the uploads may use, `None` for no limit.
+        on_error: `warn` logs a failed checkpoint, `raise` raises at the next `step()`.
+        memory_budget_bytes: most the windows and blocks may use, `None` for half of what the host has free.
+        deadline_s: how long a step may wait for the keeper, and `close()` and `drain()` for the last step.
+        storage: fsspec's own options for the object tier.
+    """
+
+    address: str
+    nvme: str | None
+    agent: str = "auto"
+    peer_copies: int = 1
+    redundancy: str = "stripe"
+    tolerance: int = 1
+    full_every: int = 1000
+    refresh: int = 100
+    log_steps: int = 32
+    verify: str = "rolling"
+    keep: int = 3
+    compress: str = "none"
+    bandwidth_bytes_per_s: int | None = None
+    on_error: str = "warn"
+    memory_budget_bytes: int | None = None
+    deadline_s: float = 600.0
+    storage: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def scheme(self) -> str:
+        """Of the object tier: `file`, `s3`, ..."""
+        return urlsplit(self.address).scheme
+
+
+_CHOICES = {
+    "redundancy": ("stripe", "live"),
+    "verify": ("rolling", "step"),
+    "on_error": ("warn", "raise"),
+}
+_LEAST = {"full_every": 1, "refresh": 1, "log_steps": 2, "keep": 1, "peer_copies": 0, "tolerance": 0}
+_NAMES = {"bandwidth_bytes_per_s": "bandwidth", "memory_budget_bytes": "memory_budget"}
+OPTIONS = tuple(_NAMES.get(f.name, f.name) for f in fields(StoreConfig) if f.name not in ("address", "storage"))
+
+
+def parse(uri: str, options: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> StoreConfig:
+    """The configuration that a URI, keyword options and the environment give together.
+
+    Raises:
+        ConfigError: no or an unknown scheme, an unknown option (the nearest known one is offered), a value out of range, or
+            an address that needs `nvme=` without one.
+    """
+    parts = urlsplit(uri)
+    _check_scheme(uri, parts.scheme)
+    given: dict[str, Any] = {}
+    for name in OPTIONS:
+        if (value := environment.get(f"ADACHECK_{name.upper()}")) is not None:
+            given[name] = value
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    given.update(query)
+    given.update({name: value for name, value in options.items() if value is not None or name == "nvme"})
+    storage = {name: given.pop(name) for name in list(given) if name not in OPTIONS}
+    _check_storage(parts.scheme, storage, {name for name, _ in query})
+    address = urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")) if parts.netloc or parts.path else uri.split("?")[0]
+    if parts.scheme == "file":
+        address = f"file://{parts.netloc}{parts.path.rstrip('/')}"
+        if parts.netloc or not parts.path.rstrip("/"):
+            raise ConfigError(f"{uri!r}: a file address has three slashes and an absolute path, as in file:///data/run-42")
+    given["nvme"] = _nvme(given.get("nvme", ""), parts.scheme, parts.path, uri)
+    return _build(address, given, storage)
+
+
+def _check_scheme(uri: str, scheme: str) -> None:
+    known = known_schemes()
+    if not scheme:
+        raise ConfigError(f"{uri!r} has no scheme; write file:///path, or one of {', '.join(f'{s}://' for s in known)}")
+    if scheme not in known:
+        raise ConfigError(f"unknown scheme {scheme!r} in {uri!r}{_nearest(scheme, known)}; known: {', '.join(known)}")
+
+
+def _check_storage(scheme: str, storage: Mapping[str, Any], from_uri: set[str]) -> None:
+    known = known_options(scheme)
+    for name in storage:
+        if name not in known:
+            where = "in the URI" if name in from_uri else "given to Store.open"
+            raise ConfigError(f"unknown option {name!r} {where}{_nearest(name, (*OPTIONS, *known))}; options: {', '.join(OPTIONS)}")
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _nvme(value: Any, scheme: str, path: str, uri: str) -> str | None:
+    if value is None or str(value) == "none":
+        return None
+    if str(value):
+        return os.path.abspath(os.path.expanduser(str(value)))  # noqa: PTH100 - resolve() would follow links
+    if scheme == "file":
+        return f"{path.rstrip('/')}/nvme"
+    raise ConfigError(
+        f"{uri!r} needs nvme=DIR, a directory on a local disk for the log of every step; "
+        "nvme=none keeps full checkpoints only (a crash then loses the steps since the last one)"
+    )
+
+
+def _build(address: str, given: dict[str, Any], storage: Mapping[str, Any]) -> StoreConfig:
+    values: dict[str, Any] = {"address": address, "storage": dict(storage)}
+    for f in fields(StoreConfig):
+        name = _NAMES.get(f.name, f.name)
+        if name not in given:
+            continue
+        value = given[name]
+        if name in _NAMES.values():
+            values[f.name] = None if value is None else _amount(name, value)
+        elif name in _LEAST:
+            values[f.name] = _number(name, value)
+        elif name == "deadline_s":
+            values[f.name] = _seconds(name, value)
+        else:
+            values[f.name] = value if name == "nvme" else str(value)
+    config = StoreConfig(**values)
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ConfigError(f"{name}={getattr(config, name)!r} is not one of {', '.join(choices)}")
+    if config.agent not in ("auto", "inprocess"):
+        raise ConfigError(f"agent={config.agent!r}: this version runs the keeper in process; use agent=auto or agent=inprocess")
+    if config.compress != "none":
+        raise ConfigError(f"compress={config.compress!r}: this version stores increments uncompressed; use compress=none")
+    return config
+
+
+def _number(name: str, value: Any) -> int:
+    if name == "refresh" and value == "auto":
+        return 100
+    try:
+        number = int(str(value))
+    except ValueError:
+        raise ConfigError(f"{name}={value!r} is not a whole number") from None
+    if number < _LEAST[name]:
+        raise ConfigError(f"{name}={number} is too small; the least is {_LEAST[name]}")
+    return number
+
+
+def _seconds(name: str, value: Any) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise ConfigError(f"{name}={value!r} is not a positive number of seconds")
+    return seconds
+
+
+def _amount(name: str, value: Any) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?(/S)?", str(value).strip().upper())
+    amount = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if amount <= 0:
+        raise ConfigError(f"{name}={value!r} is not an amount of bytes; write 500M, 2GiB, ...")
+    return amount

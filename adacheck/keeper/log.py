@@ -1,0 +1,153 @@
+"""Turns the trainer's pieces into a logged increment: narrow, digest, store, then the record that links it into the chain.
+
+A batch of pieces goes into one transaction, computed inside it piece by piece, so nothing is copied twice and one fsync serves
+all that was waiting. Blocks go back to the trainer when the transaction is on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from adacheck.backends.base import Backend, Created, Expect, Item
+from adacheck.backends.memory import MemoryBackend
+from adacheck.digest import digest
+from adacheck.keeper.assembly import Assembly, ChainName
+from adacheck.keeper.narrow import Narrower
+from adacheck.keeper.submission import Draft, Piece
+from adacheck.keeper.window import Held
+from adacheck.manifests import chain, keys
+from adacheck.manifests.encoding import encode
+from adacheck.manifests.record import Segment
+
+BATCH_BYTES = 64 << 20
+"""Raw bytes after which a transaction is committed, so that LMDB's copy of it and the blocks it keeps stay bounded."""
+
+SMALL_BYTES = 64 << 10
+"""Values up to this size wait for the end of the step, and are left out if they equal those of the step before."""
+
+Message = Piece | Draft
+
+
+@dataclass
+class _Progress:
+    """Where the writer stands within the chain; copied before a batch, so that a failed one can be done again elsewhere."""
+
+    link: bytes
+    step: int
+    slot: int = 0
+    assembly: Assembly = field(default_factory=Assembly)
+    small: dict[int, list[Piece]] = field(default_factory=dict)  # values that may be left out, by state
+    previous_values: dict[int, bytes] = field(default_factory=dict)  # digest of each value of the step before
+    memory_bytes: int = 0
+
+    def copy(self) -> _Progress:
+        assembly = Assembly({target: list(segments) for target, segments in self.assembly.segments.items()})
+        return replace(self, assembly=assembly, small={s: list(p) for s, p in self.small.items()})
+
+
+class LogWriter:
+    """Writes one chain. Single-threaded: the keeper's log thread owns it.
+
+    Args:
+        name: whose chain it is.
+        step, link: of the last increment before the first that will come.
+    """
+
+    def __init__(self, name: ChainName, step: int, link: bytes) -> None:
+        self.name = name
+        self._at = _Progress(link, step + 1)
+        self._narrower = Narrower()
+
+    @property
+    def link(self) -> bytes:
+        """Of the last increment stored."""
+        return self._at.link
+
+    def write_nvme(
+        self, backend: Backend, fence: Expect, first: Message, more: Callable[[], Message | None], consumed: list[Message]
+    ) -> list[Held] | None:
+        """Store a batch in one transaction: `first` and what `more` gives until it gives `None`, or the batch is full.
+
+        Every message taken is appended to `consumed`, so that after an error nothing of the batch is lost: the writer then stands
+        where it stood, and the same messages can be written elsewhere.
+
+        Returns:
+            The increments completed, or `None` if the fence no longer held and nothing was stored.
+        Raises:
+            BackendError: nothing of the batch is stored.
+        """
+        before, finished = self._at.copy(), list[Held]()
+        stored = False
+        try:
+            outcome = backend.put_many(self._items(first, more, consumed, finished), expect=fence)
+            stored = isinstance(outcome, Created)
+        finally:
+            if not stored:
+                self._at = before
+        return finished if stored else None
+
+    def write_memory(self, backend: MemoryBackend, messages: list[Message]) -> list[tuple[Held, int]]:
+        """Store messages in this process's memory instead; gives each completed increment and the bytes of it held there."""
+        done: list[tuple[Held, int]] = []
+        for message in messages:
+            finished: list[Held] = []
+            for key, content in self._items(message, lambda: None, [], finished):
+                assert isinstance(content, (bytes, memoryview)), "log items are single buffers"
+                if not finished:
+                    backend.put(key, bytes(content))
+                    self._at.memory_bytes += len(content)
+            for held in finished:
+                done.append((held, self._at.memory_bytes))
+                self._at.memory_bytes = 0
+        return done
+
+    def _items(self, first: Message, more: Callable[[], Message | None], consumed: list[Message], finished: list[Held]) -> Iterator[Item]:
+        message: Message | None = first
+        raw_bytes = 0
+        while message is not None:
+            consumed.append(message)
+            if isinstance(message, Piece):
+                raw_bytes += message.where.size_bytes
+                if message.role == "value" and message.where.size_bytes <= SMALL_BYTES:
+                    self._at.small.setdefault(message.state, []).append(message)
+                else:
+                    yield self._store(message)
+            else:
+                yield from self._finish(message, finished)
+            message = more() if raw_bytes < BATCH_BYTES else None
+
+    def _store(self, piece: Piece) -> Item:
+        codec, coefficient, stored = "raw", 1.0, piece.where.view()
+        if piece.role == "gradient":
+            narrowed = self._narrower.narrow(stored, piece.dtype, piece.coefficient)
+            codec, coefficient, stored = narrowed.codec, narrowed.coefficient, narrowed.stored
+        found = digest(stored)
+        slot, self._at.slot = self._at.slot, self._at.slot + 1
+        segment = Segment(piece.tensor, piece.start, piece.stop, codec, coefficient, slot, len(stored), found)
+        self._at.assembly.add((piece.role, piece.state, piece.event), segment)
+        return keys.increment_slot(self.name.generation, self._at.step, slot), stored
+
+    def _finish(self, draft: Draft, finished: list[Held]) -> Iterator[Item]:
+        at = self._at
+        unchanged: dict[int, bytes] = {}
+        for value in draft.values:
+            state = value.spec.state
+            pieces = at.small.pop(state, [])
+            whole = Assembly()
+            for piece in pieces:
+                raw = piece.where.view()
+                whole.add(("value", state, 0), Segment(piece.tensor, piece.start, piece.stop, "raw", 1.0, 0, len(raw), digest(raw)))
+            small = not at.assembly.of("value", state)
+            if small and whole.value_digest(value.spec) == at.previous_values.get(state):
+                unchanged[state] = at.previous_values[state]
+                continue
+            for piece in pieces:
+                yield self._store(piece)
+        increment = at.assembly.increment(self.name, draft, unchanged)
+        linked = chain.append(increment, at.link)
+        assert draft.step == at.step, f"step {draft.step} was submitted where step {at.step} was due"
+        finished.append(Held(increment, draft.comparable))
+        yield keys.increment(self.name.generation, draft.step), encode(linked)
+        values = {v.spec.state: v.digest for v in increment.values}
+        self._at = _Progress(linked.link, draft.step + 1, previous_values=values, memory_bytes=at.memory_bytes)
