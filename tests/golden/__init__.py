@@ -1,0 +1,1 @@
+"""Content written by released versions, which every later version must read."""
