@@ -1,0 +1,202 @@
+"""Replays recorded optimizer events on shadows, in place, with the recorded kernel: torch's own optimizer code, none of the user's.
+
+An optimizer is made without its constructor and its step called below torch's hooks, so neither the hooks a script registers for
+all optimizers nor ours in `capture` fire here, and no class is patched that the trainer uses.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgpack
+import torch
+from torch.optim.optimizer import Optimizer
+
+from adacheck.errors import ReplayRefused
+from adacheck.kernel import CLASSES, environment, kernel_of_group, refusal
+from adacheck.manifests.record import Kernel, StateSpec
+from adacheck.states import State, tensor_spec
+from adacheck.threads import arithmetic
+
+BATCH_BYTES = 2 << 20
+"""Gradient bytes to replay at a time: what was just widened is then still in the cache when the step reads it (measured best)."""
+
+_WIDE = (torch.float32, torch.float64)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One state's part in one optimizer event.
+
+    Attributes:
+        state: the shadow, on CPU; stepped in place, and given the tensors that the optimizer makes at its first step.
+        hyperparameters: of its group, as recorded at the event; states of one group share one mapping.
+        gradient: what the optimizer was given, of the parameter's shape; may be overwritten.
+    """
+
+    state: State
+    hyperparameters: Mapping[str, Any]
+    gradient: torch.Tensor
+
+
+class Replayer:
+    """Applies optimizer events to shadows; belongs to one thread, which it changes only while it steps."""
+
+    def __init__(self) -> None:
+        self._optimizers: dict[str, tuple[Optimizer, Callable[[Optimizer], object]]] = {}
+
+    def apply(self, event_kernel: Kernel, batch: Sequence[Replayed]) -> None:
+        """Step every state of `batch` once; each has one gradient. How an event's states are batched does not change any bit.
+
+        Raises:
+            ReplayRefused: the event's kernel cannot be had here (nothing was changed), or torch's step raised (the states of the
+                batch are then undefined).
+        """
+        reason = refusal(event_kernel, environment())
+        if reason is not None:
+            raise ReplayRefused(f"gradients cannot be replayed here: {reason}; restore on a machine and build like the recorded one")
+        optimizer, step = self._optimizer(event_kernel.optimizer_class)
+        for threads, members in _by_threads(event_kernel, batch):
+            optimizer.param_groups = _groups(event_kernel, members)
+            optimizer.state = defaultdict(dict)
+            for member in members:
+                optimizer.state[member.state.tensors["param"]] = _optimizer_entries(member.state)
+            try:
+                with arithmetic(threads, event_kernel.flush_denormal):
+                    step(optimizer)
+            except (RuntimeError, TypeError, ValueError, AssertionError, KeyError, IndexError) as error:
+                names = ", ".join(member.state.spec.fqn for member in members[:3])
+                raise ReplayRefused(f"torch could not replay {event_kernel.optimizer_class} on {names}, …: {error}") from error
+            finally:
+                for member in members:
+                    member.state.tensors["param"].grad = None
+            for member in members:
+                _take_entries(member.state, optimizer.state[member.state.tensors["param"]])
+            optimizer.param_groups, optimizer.state = [], defaultdict(dict)
+
+    def _optimizer(self, name: str) -> tuple[Optimizer, Callable[[Optimizer], object]]:
+        """An instance of a known class without its constructor, and the step function below torch's hooks."""
+        if name not in self._optimizers:
+            kind = CLASSES[name]
+            optimizer = kind.__new__(kind)
+            optimizer.__dict__.update(defaults={"differentiable": False}, state=defaultdict(dict), param_groups=[])
+            step: Any = kind.step
+            while getattr(step, "hooked", False):
+                step = step.__wrapped__
+            self._optimizers[name] = (optimizer, step)
+        return self._optimizers[name]
+
+
+def batches(items: Iterable[_T], size_bytes: Callable[[_T], int], limit_bytes: int = BATCH_BYTES) -> Iterator[list[_T]]:
+    """Cut items into runs of at most `limit_bytes` (an item larger than that is alone), in order."""
+    batch: list[_T] = []
+    batch_bytes = 0
+    for item in items:
+        size = size_bytes(item)
+        if batch and batch_bytes + size > limit_bytes:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(item)
+        batch_bytes += size
+    if batch:
+        yield batch
+
+
+class GradientMemory:
+    """Room for the gradients of one batch after the other, so that large tensors are not mapped and unmapped each time."""
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
+        """Tensors of these shapes and dtypes, contents undefined, valid until the next `take`. Keeps the largest batch's bytes."""
+        sizes = [-(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64 for shape, dtype in wanted]
+        if sum(sizes) > self._flat.numel():
+            self._flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        tensors, at = [], 0
+        for (shape, dtype), size in zip(wanted, sizes, strict=True):
+            used = torch.Size(shape).numel() * dtype.itemsize
+            tensors.append(self._flat[at : at + used].view(dtype).view(shape))
+            at += size
+        return tensors
+
+
+def replay_threads(kernel: Kernel, parameter: torch.dtype) -> int:
+    """Threads to replay with: one where any number gives the same bits (measured: `tests/test_replay.py`), else as recorded.
+
+    Loop and foreach kernels below fp32 round differently in the last vector of each thread's part, so there the count matters.
+    """
+    return 1 if kernel.implementation == "fused" or parameter in _WIDE else kernel.threads
+
+
+def spec_of(spec: StateSpec, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> StateSpec:
+    """`spec` with its tensors and scalars as they are now, a tensor already known keeping its place in its global tensor.
+
+    A new tensor of the parameter's shape takes the parameter's place; any other (`step`) is whole.
+    """
+    known = {tensor.name: tensor for tensor in spec.tensors}
+    described = []
+    for name in ("param", *sorted(tensors.keys() - {"param"})):
+        fresh = tensor_spec(name, tensors[name])
+        like = known.get(name, known["param"])
+        if like.shape == fresh.shape:
+            fresh = replace(fresh, global_shape=like.global_shape, offsets=like.offsets)
+        described.append(fresh)
+    packed: bytes = msgpack.packb({name: scalars[name] for name in sorted(scalars)}) if scalars else b""
+    return replace(spec, tensors=tuple(described), scalars=packed)
+
+
+def _by_threads(kernel: Kernel, batch: Sequence[Replayed]) -> Iterator[tuple[int, list[Replayed]]]:
+    """The batch in parts that are replayed with one thread count each: members whose groups or dtypes differ may need others."""
+    parts: dict[int, list[Replayed]] = {}
+    kernels: dict[int, Kernel] = {}
+    for member in batch:
+        identity = id(member.hyperparameters)
+        if identity not in kernels:
+            kernels[identity] = kernel_of_group(kernel, member.hyperparameters)
+        threads = replay_threads(kernels[identity], member.state.tensors["param"].dtype)
+        parts.setdefault(threads, []).append(member)
+    yield from parts.items()
+
+
+def _groups(kernel: Kernel, members: Sequence[Replayed]) -> list[dict[str, Any]]:
+    """Parameter groups of torch for these members, gradients attached; the implementation is what ran, not what torch chooses here."""
+    groups: dict[int, dict[str, Any]] = {}
+    for member in members:
+        identity = id(member.hyperparameters)
+        if identity not in groups:
+            implementation = kernel_of_group(kernel, member.hyperparameters).implementation
+            chosen = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+            groups[identity] = {**member.hyperparameters, **chosen, "params": []}
+        parameter = member.state.tensors["param"]
+        parameter.grad = member.gradient
+        groups[identity]["params"].append(parameter)
+    return list(groups.values())
+
+
+def _optimizer_entries(state: State) -> dict[str, Any]:
+    """What `optimizer.state` holds for this parameter."""
+    return {name: tensor for name, tensor in state.tensors.items() if name != "param"} | state.scalars
+
+
+def _take_entries(state: State, entries: Mapping[str, Any]) -> None:
+    """Put what the step made or replaced back into the state; steps in place leave nothing to do."""
+    changed = False
+    for name, value in entries.items():
+        if isinstance(value, torch.Tensor):
+            if state.tensors.get(name) is not value:
+                state.tensors[name] = value
+                state.scalars.pop(name, None)
+                changed = True
+        elif name not in state.scalars or state.scalars[name] != value:
+            state.scalars[name] = value
+            changed = True
+    if changed:
+        ordered = {name: state.tensors[name] for name in ("param", *sorted(state.tensors.keys() - {"param"}))}
+        state.tensors.clear()
+        state.tensors.update(ordered)
+        state.spec = spec_of(state.spec, state.tensors, state.scalars)

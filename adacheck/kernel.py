@@ -1,0 +1,151 @@
+"""What the "same kernel" is: everything besides inputs and hyperparameters that decides the bits of an optimizer step.
+
+Replay sets what it can (implementation, threads, denormal mode) and refuses what it cannot (torch build, CPU capability, device).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, _default_to_fused_or_foreach
+
+from adacheck.manifests.record import Kernel
+from adacheck.states import dtype_name
+from adacheck.threads import flushes_denormals
+
+CLASSES: Mapping[str, type[Optimizer]] = {
+    "torch.optim.adam.Adam": torch.optim.Adam,
+    "torch.optim.adamw.AdamW": torch.optim.AdamW,
+    "torch.optim.sgd.SGD": torch.optim.SGD,
+}
+"""The optimizers whose gradients can be replayed, by the name under which a kernel is recorded. No other name is ever resolved."""
+
+_ALIKE = ({"AVX2", "AVX512"},)
+_CHOICES = ("fused", "foreach")
+_BRANCHES = ("momentum", "weight_decay")
+_DTYPES = ("gradient", "parameter")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What this process and thread compute with; the fields are those of `Kernel`."""
+
+    torch_build: str
+    cpu_capability: str
+    threads: int
+    flush_denormal: bool
+
+
+def environment() -> Environment:
+    """The environment of the calling thread; call it on the thread that steps."""
+    build = f"{torch.__version__} {torch.version.git_version} {platform.machine()}"
+    return Environment(build, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), flushes_denormals())
+
+
+def class_name(optimizer_class: type) -> str:
+    """Dotted name of an optimizer class, as recorded."""
+    return f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
+
+
+def kernel_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel:
+    """The kernel that `optimizer.step()` would run for `group` (one of its `param_groups`) if called now, from this thread."""
+    parameters = list(group["params"])
+    here = environment()
+    name = class_name(type(optimizer))
+    return Kernel(
+        optimizer_class=name,
+        implementation=_implementation(name, group, parameters),
+        flags=_flags(group),
+        device=parameters[0].device.type if parameters else "cpu",
+        torch_build=here.torch_build,
+        cpu_capability=here.cpu_capability,
+        threads=here.threads,
+        flush_denormal=here.flush_denormal,
+    )
+
+
+def kernel_of_group(event_kernel: Kernel, hyperparameters: Mapping[str, Any]) -> Kernel:
+    """The kernel of one group of an event, from the event's and the group's recorded hyperparameters (groups may differ)."""
+    on_device = [torch.empty(0, device=event_kernel.device)] if event_kernel.device == "cpu" else []
+    implementation = _implementation(event_kernel.optimizer_class, hyperparameters, on_device)
+    return replace(event_kernel, implementation=implementation, flags=_flags(hyperparameters))
+
+
+def certificate_key(kernel: Kernel, parameter: torch.dtype, gradient: torch.dtype) -> Kernel:
+    """The kernel with the dtypes it is run for among its flags: what a state's certificate is given under."""
+    dtypes = (f"gradient={dtype_name(gradient)}", f"parameter={dtype_name(parameter)}")
+    others = (flag for flag in kernel.flags if flag.partition("=")[0] not in _DTYPES)
+    return replace(kernel, flags=tuple(sorted((*others, *dtypes))))
+
+
+def refusal(recorded: Kernel, here: Environment) -> str | None:
+    """Why a step of the recorded kernel cannot be replayed here bit for bit, naming both sides; `None` if it can.
+
+    Thread count and denormal mode are no reason: replay sets them.
+    """
+    if recorded.optimizer_class not in CLASSES:
+        return f"recorded with optimizer {recorded.optimizer_class}, and this release replays only {', '.join(CLASSES)}"
+    if recorded.device != "cpu":
+        return f"recorded on device {recorded.device}, and replay here is on cpu"
+    if recorded.torch_build != here.torch_build:
+        return f"recorded with torch build {recorded.torch_build}, and here is {here.torch_build}"
+    if recorded.cpu_capability != here.cpu_capability and not any(
+        {recorded.cpu_capability, here.cpu_capability} <= same for same in _ALIKE
+    ):
+        return (
+            f"recorded with CPU capability {recorded.cpu_capability}, and here is {here.cpu_capability} "
+            "(ATEN_CPU_CAPABILITY can lower it where the processor has more)"
+        )
+    return None
+
+
+def replayable(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
+    """`None` if gradients of `parameter` may go to certification; else the reason why its state goes as `value`, for the user.
+
+    Call it inside the pre-step hook: a gradient scaler's scale is on the optimizer only then.
+    """
+    kind = type(optimizer)
+    name = class_name(kind)
+    if CLASSES.get(name) is not kind:
+        return f"this release replays only {', '.join(known.__name__ for known in CLASSES.values())}, not {name}"
+    if parameter.device.type != "cpu":
+        return f"its parameter is on {parameter.device.type}, and this release replays on cpu only"
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return "a gradient scaler unscales inside its fused kernel"
+    if group.get("differentiable") or optimizer.defaults.get("differentiable"):
+        return "differentiable=True keeps a graph through the step"
+    if parameter.is_complex():
+        return "its parameter is complex"
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        return "its gradient is sparse"
+    if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+        return f"its gradient is {parameter.grad.dtype} and its parameter {parameter.dtype}"
+    if kind is torch.optim.SGD and group["momentum"] != 0 and parameter.dtype in (torch.bfloat16, torch.float16):
+        fused = _implementation(name, group, [parameter]) == "fused"
+        return "fused SGD with momentum gives other bits from run to run below fp32" if fused else None
+    return None
+
+
+def _implementation(name: str, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> str:
+    """What the class's own rule chooses for these hyperparameters (torch 2.9 to 2.13: `adam()` and `sgd()` in torch/optim)."""
+    fused, foreach = group.get("fused"), group.get("foreach")
+    if fused is None and foreach is None:
+        if name not in CLASSES and not ("foreach" in group and name.startswith("torch.optim.")):
+            return "default"
+        fused, foreach = _default_to_fused_or_foreach(parameters, bool(group.get("differentiable")), use_fused=False)
+        if foreach and isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable"):
+            foreach = False
+    if fused and foreach:
+        return "foreach" if name == "torch.optim.sgd.SGD" else "fused"
+    return "fused" if fused else "foreach" if foreach else "loop"
+
+
+def _flags(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The class's switches, and whether the factors are zero that switch whole branches of the step on and off."""
+    switches = [f"{key}={value}" for key, value in group.items() if isinstance(value, bool) and key not in _CHOICES]
+    branches = [f"{key}={'zero' if group[key] == 0 else 'nonzero'}" for key in _BRANCHES if key in group]
+    return tuple(sorted(switches + branches))
