@@ -262,7 +262,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class ShardTensor:
-    """One tensor in a shard: `key` in the file, where it belongs, and `digest` of its bytes."""
+    """One tensor in a shard: `key` in the file, `state` as a position in `Full.states`, and the two-level `digest` of its bytes."""
 
     key: str
     state: int

@@ -177,8 +177,9 @@ def test_deepest_allowed_nesting_comes_back(make: Any) -> None:
 
 
 def test_sets_have_one_encoding() -> None:
-    words = [f"w{number}" for number in range(50)]
-    assert encode("x", set(words)) == encode("x", set(words[::-1]))
+    left, right = {0, 8}, {8, 0}  # they collide in a table of 8, so the order of insertion shows
+    assert list(left) != list(right)
+    assert encode("x", left) == encode("x", right)
 
 
 def test_plain_values_are_plain_msgpack() -> None:
