@@ -13,9 +13,10 @@ from adacheck.manifests.errors import OutOfRange
 
 
 class Kind(StrEnum):
-    """What the object under a name is. The first seven are on NVMe, the others in the object tier."""
+    """What the object under a name is. The first eight are on NVMe, the others in the object tier."""
 
     CHAIN = "chain"
+    FENCE = "fence"
     INCREMENT = "increment"
     INCREMENT_SLOT = "increment slot"
     BASE = "base"
@@ -53,6 +54,7 @@ class Name:
 _FULL = "full/i{incarnation}/step-{step}-{id}"
 _FORMS = {
     Kind.CHAIN: "chain",
+    Kind.FENCE: "fence",
     Kind.INCREMENT: "g{generation}/inc/s{step}",
     Kind.INCREMENT_SLOT: "g{generation}/inc/s{step}/{slot}",
     Kind.BASE: "g{generation}/base/{state}/s{step}",
@@ -85,6 +87,9 @@ _PATTERNS = {kind: _pattern(form) for kind, form in _FORMS.items()}
 
 CHAIN = _FORMS[Kind.CHAIN]
 """NVMe: the head record of the chain."""
+
+FENCE = _FORMS[Kind.FENCE]
+"""NVMe: the `Incarnation` record of the newest incarnation that took this copy; every transaction expects it unchanged."""
 
 RUN = _FORMS[Kind.RUN]
 """Object tier: the identity of the run."""

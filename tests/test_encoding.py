@@ -51,6 +51,12 @@ def test_round_trip_of_any_record(record: Record) -> None:
     assert encode(decoded) == content
 
 
+def test_the_envelope_is_as_documented() -> None:
+    payload = b"\x84\xa3run\xa3run\xabincarnation\x03\xa3cut\x0c\xa6proven\xc3"
+    head = b"\x89ADACHK\n" + b"\x01\x00" + b"\x03\x00" + len(payload).to_bytes(4, "little")
+    assert encode(FORK) == head + payload + blake3.blake3(head + payload).digest()
+
+
 @given(records(), st.data())
 def test_any_single_bit_flip_is_an_error(record: Record, data: st.DataObject) -> None:
     content = bytearray(encode(record))

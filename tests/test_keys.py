@@ -20,6 +20,7 @@ FULL = {"incarnation": LONG, "step": STEPS, "id": IDS}
 
 FIELDS: dict[Kind, dict[str, st.SearchStrategy[Any]]] = {
     Kind.CHAIN: {},
+    Kind.FENCE: {},
     Kind.INCREMENT: {"generation": LONG, "step": STEPS},
     Kind.INCREMENT_SLOT: {"generation": LONG, "step": STEPS, "slot": SHORT},
     Kind.BASE: {"generation": LONG, "state": SHORT, "step": STEPS},
@@ -37,6 +38,7 @@ FIELDS: dict[Kind, dict[str, st.SearchStrategy[Any]]] = {
 FOLDER = keys.full_folder(3, 1000, "4f0c")
 EXAMPLES = {
     keys.CHAIN: ("chain", Name(Kind.CHAIN)),
+    keys.FENCE: ("fence", Name(Kind.FENCE)),
     keys.increment(2, 17): ("g00000002/inc/s000000000017", Name(Kind.INCREMENT, generation=2, step=17)),
     keys.increment_slot(2, 17, 5): ("g00000002/inc/s000000000017/000005", Name(Kind.INCREMENT_SLOT, generation=2, step=17, slot=5)),
     keys.base(2, 8, 17): ("g00000002/base/000008/s000000000017", Name(Kind.BASE, generation=2, state=8, step=17)),
