@@ -13,6 +13,9 @@ from adacheck.keeper.protocol import Copy, Kind, Refused, adopt
 NO_CUT = -1
 """Cut of an incarnation that started from nothing (a new run, or nothing was left): no step of an earlier one is live after it."""
 
+NO_LIMIT = (1 << 62) - 1
+"""Cut in the fork record of an incarnation that never started: it limits nothing."""
+
 _COST = {Kind.MEMORY: 0, Kind.NVME: 1, Kind.OBJECT: 2}
 
 
@@ -42,6 +45,21 @@ class Choice:
     sources: Mapping[int, tuple[Offer, ...]]
 
 
+def unstarted(forks: Iterable[ForkEntry], incarnation: int) -> tuple[int, ...]:
+    """Earlier incarnations without a fork record. A restore puts `void_fork` of each, exclusively, before it chooses its cut.
+
+    Else such an incarnation, stalled in its restore, could still write its fork later and cut off full checkpoints that are
+    live now. Whoever finds its own record taken was superseded and stops.
+    """
+    present = {fork.incarnation for fork in forks}
+    return tuple(number for number in range(1, incarnation) if number not in present)
+
+
+def void_fork(incarnation: int) -> ForkEntry:
+    """The fork of an incarnation that never started, and now never will."""
+    return ForkEntry(incarnation, NO_LIMIT)
+
+
 def fork_limit(forks: Iterable[ForkEntry], incarnation: int) -> int | None:
     """Highest live step of what the incarnation wrote: the least cut of all later incarnations; `None` without a later one."""
     return min((fork.cut for fork in forks if fork.incarnation > incarnation), default=None)
@@ -67,6 +85,13 @@ def reach(copy: Copy, forks: Iterable[ForkEntry]) -> range:
 def full_steps(fulls: Iterable[tuple[int, int]], forks: Sequence[ForkEntry]) -> frozenset[int]:
     """Steps of the full checkpoints, given as (incarnation, step), that are on the live lineage."""
     return frozenset(step for incarnation, step in fulls if is_live(forks, incarnation, step))
+
+
+def kept_fulls(fulls: Iterable[tuple[int, int, bool]], forks: Sequence[ForkEntry], keep: int) -> frozenset[tuple[int, int]]:
+    """Retention: of full checkpoints (incarnation, step, proven) the newest `keep` on the live lineage and the newest proven one."""
+    live = sorted({(step, incarnation, proven) for incarnation, step, proven in fulls if is_live(forks, incarnation, step)})
+    chosen = live[-max(keep, 1) :] + [entry for entry in live if entry[2]][-1:]
+    return frozenset((incarnation, step) for step, incarnation, _ in chosen)
 
 
 def common_steps(offers: Mapping[int, Sequence[Offer]]) -> frozenset[int]:

@@ -82,8 +82,11 @@ def acknowledge(progress: Progress, name: str, kind: Kind, step: int, floor: int
 
 
 def declare_lost(progress: Progress, name: str) -> Progress:
-    """A copy did not ack within its deadline (or said that its disk is full): commitment goes on with the others."""
-    member = replace(progress.copies[name], standing=Standing.LOST)
+    """A copy did not ack within its deadline (or said that its disk is full): commitment goes on with the others.
+
+    What it acked is forgotten, since it may come back with less; the driver passes on no ack from before this.
+    """
+    member = replace(progress.copies[name], acked=NO_CUT, floor=NO_CUT, standing=Standing.LOST)
     return _settle(replace(progress, copies={**progress.copies, name: member}))
 
 

@@ -8,7 +8,7 @@ a driver moves them and calls these functions to learn what it may do, and the s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -72,10 +72,13 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """States that a full checkpoint still copies out at `step`: each is applied up to `step` and waits there."""
+    """A full checkpoint of the cut at `step`: each state waits there until it is in `copied`, the others go on.
+
+    Set it while `copy.floor <= step`: a state that was applied beyond cannot be had any more.
+    """
 
     step: int
-    states: frozenset[int] = field(default=frozenset())
+    copied: frozenset[int] = frozenset()
 
 
 def rebuilt(incarnation: int, fence: int, step: int, states: Iterable[int]) -> Copy:
@@ -128,7 +131,7 @@ def applicable(copy: Copy, committed: int, hold: Hold | None = None) -> tuple[tu
         increment = copy.held[step]
         behind = {state for state, at in present.items() if at < step}
         if hold is not None and step > hold.step:
-            behind -= hold.states
+            behind -= {state for state in behind if present[state] <= hold.step and state not in hold.copied}
         moved = frozenset(behind | (increment.whole - present.keys()))
         present.update(dict.fromkeys(moved, step))
         for state in increment.removed & moved:
@@ -147,6 +150,16 @@ def advance(copy: Copy, step: int, states: Collection[int]) -> Copy:
         else:
             bases[state] = step
     return replace(copy, bases=bases, floor=max(copy.floor, step))
+
+
+def to_copy(copy: Copy, hold: Hold) -> tuple[int, ...]:
+    """States whose shadow is at the hold's step now and not copied out yet."""
+    return tuple(sorted(state for state, at in copy.bases.items() if at == hold.step and state not in hold.copied))
+
+
+def is_copied(copy: Copy, hold: Hold) -> bool:
+    """Whether every state of the cut at the hold's step was copied out: this chain's part of the full checkpoint is complete."""
+    return copy.least_base >= hold.step and not to_copy(copy, hold)
 
 
 def may_replace_base(copy: Copy, state: int, at_step: int, *, committed: int, durable: int) -> bool:
