@@ -130,13 +130,18 @@ class Backend(ABC):
         self.close()
 
 
+def is_key(name: str) -> bool:
+    """Whether `check_key` would take it."""
+    return len(name) <= KEY_BYTES_MAX and _KEY.match(name) is not None and not any(part in (".", "..") for part in name.split("/"))
+
+
 def check_key(key: str) -> str:
     """Refuse a key that some backend could not hold, or that could leave its root directory.
 
     Raises:
         InvalidKey: empty, absolute, with `.` or `..` as a name, over 480 bytes, or with other characters.
     """
-    if len(key) > KEY_BYTES_MAX or not _KEY.match(key) or any(name in (".", "..") for name in key.split("/")):
+    if not is_key(key):
         raise InvalidKey(f"key {key!r} is not a relative path of letters, digits, '.', '_' and '-' under {KEY_BYTES_MAX} bytes")
     return key
 

@@ -1,0 +1,64 @@
+"""From the scheme of an address to a backend: those built in, and those that other packages offer.
+
+A package adds one with the entry-point group `adacheck.backends`; its factory takes `(address, options)`, where `address` is what
+follows `scheme://`, and returns a `Backend`. Its tests inherit `BackendTests`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from adacheck.backends.base import Backend
+from adacheck.backends.errors import Denied, UnknownScheme
+from adacheck.backends.object_store import ObjectStore
+
+GROUP = "adacheck.backends"
+Factory = Callable[[str, Mapping[str, Any]], Backend]
+
+
+def _object_store(scheme: str) -> Factory:
+    return lambda address, options: ObjectStore(f"{scheme}://{address}", **options)
+
+
+_BUILT_IN: dict[str, Factory] = {scheme: _object_store(scheme) for scheme in ("file", "memory", "s3")}
+
+
+def known_schemes() -> tuple[str, ...]:
+    """Every scheme that `open_backend` takes, sorted."""
+    return tuple(sorted({*_BUILT_IN, *_entry_points()}))
+
+
+def open_backend(scheme: str, address: str, options: Mapping[str, Any] | None = None) -> Backend:
+    """Open the backend of a scheme; the built-in ones cannot be replaced.
+
+    Raises:
+        UnknownScheme: nobody offers it; the message names the nearest one.
+        Denied: the package that offers it cannot be imported, or does not return a `Backend`.
+        BackendError: whatever the backend raises when it opens.
+    """
+    factory = _BUILT_IN.get(scheme) or _load(scheme)
+    backend = factory(address, dict(options or {}))
+    if not isinstance(backend, Backend):
+        raise Denied(f"the factory of {scheme!r} returned a {type(backend).__name__}, which is no Backend; report it to its package")
+    return backend
+
+
+def _load(scheme: str) -> Factory:
+    offered = _entry_points()
+    if scheme not in offered:
+        known = known_schemes()
+        near = difflib.get_close_matches(scheme, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "check the address, or install the package that offers it"
+        raise UnknownScheme(f"no backend is known for {scheme!r} (there are {', '.join(known)}); {hint}")
+    try:
+        factory: Factory = offered[scheme].load()
+    except (ImportError, AttributeError) as error:
+        raise Denied(f"the backend {scheme!r} of {offered[scheme].value} cannot be loaded: {error}; reinstall its package") from error
+    return factory
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
