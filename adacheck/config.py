@@ -8,8 +8,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
@@ -111,12 +112,12 @@ def _check_scheme(uri: str, scheme: str) -> None:
 def _check_storage(scheme: str, storage: Mapping[str, Any], from_uri: set[str]) -> None:
     known = known_options(scheme)
     for name in storage:
-        if name not in known:
+        if known is not None and name not in known:
             where = "in the URI" if name in from_uri else "given to Store.open"
             raise ConfigError(f"unknown option {name!r} {where}{_nearest(name, (*OPTIONS, *known))}; options: {', '.join(OPTIONS)}")
 
 
-def _nearest(name: str, known: tuple[str, ...]) -> str:
+def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -125,7 +126,7 @@ def _nvme(value: Any, scheme: str, path: str, uri: str) -> str | None:
     if value is None or str(value) == "none":
         return None
     if str(value):
-        return os.path.abspath(os.path.expanduser(str(value)))  # noqa: PTH100 - resolve() would follow links
+        return os.path.abspath(Path(str(value)).expanduser())  # noqa: PTH100 - resolve() would follow links
     if scheme == "file":
         return f"{path.rstrip('/')}/nvme"
     raise ConfigError(

@@ -7,9 +7,12 @@ follows `scheme://`, and returns a `Backend`. Its tests inherit `BackendTests`.
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
+
+import fsspec
 
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import Denied, UnknownScheme
@@ -62,3 +65,13 @@ def _load(scheme: str) -> Factory:
 
 def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def known_options(scheme: str) -> frozenset[str] | None:
+    """Names of the options that the built-in backend of a scheme passes on to fsspec; `None` where only its package knows them."""
+    if scheme not in _BUILT_IN:
+        return None
+    names: set[str] = set()
+    for kind in fsspec.get_filesystem_class(scheme).__mro__:
+        names.update(inspect.signature(kind.__init__).parameters)
+    return frozenset(names - {"self", "args", "kwargs", "storage_options"})

@@ -217,6 +217,7 @@ class Chain:
         incarnation: last one that wrote here.
         fence: incarnations below it are refused.
         anchor_step, anchor_link: the last increment that was pruned, and its link: what the first kept entry links to.
+        base_states, base_steps: every base there is, as pairs in the order of the states: one that is missing is missed.
         certificates: what need not be proven again after a restart with the same kernel.
     """
 
@@ -227,6 +228,8 @@ class Chain:
     fence: int
     anchor_step: int
     anchor_link: bytes
+    base_states: tuple[int, ...]
+    base_steps: tuple[int, ...]
     certificates: tuple[Certificate, ...]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from adacheck.manifests.record import Certificate, Kernel
 
@@ -18,14 +17,12 @@ EQUAL_STEPS = 3
 DRIFTS = 2
 """Drifts found by refreshes after which a state goes as `value` for good."""
 
-_NONE: Mapping[int, int] = MappingProxyType({})
-
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
     """What is known of the states under one kernel: equal steps counted so far, and the denied ones."""
 
-    equal: Mapping[int, int] = _NONE
+    equal: Mapping[int, int] = field(default_factory=dict)
     denied: frozenset[int] = frozenset()
 
 
@@ -39,7 +36,7 @@ class Certifier:
     """
 
     proofs: Mapping[Kernel, Proofs] = field(default_factory=dict)
-    drifts: Mapping[int, int] = _NONE
+    drifts: Mapping[int, int] = field(default_factory=dict)
 
     def certified(self, state: int, kernel: Kernel) -> bool:
         """Whether this state's gradients alone are enough under exactly this kernel."""
@@ -75,7 +72,7 @@ def observe(certifier: Certifier, state: int, kernel: Kernel, *, equal: bool, gr
 def deny(certifier: Certifier, state: int, kernel: Kernel) -> Certifier:
     """Send a state to `value` for good under a kernel; every other state under it must prove itself again."""
     proofs = certifier._of(kernel)
-    return certifier._with(kernel, Proofs(_NONE, proofs.denied | {state}))
+    return certifier._with(kernel, Proofs({}, proofs.denied | {state}))
 
 
 def drifted(certifier: Certifier, state: int) -> Certifier:

@@ -15,7 +15,7 @@ from adacheck.digest import digest
 from adacheck.keeper.assembly import Assembly, ChainName
 from adacheck.keeper.narrow import Narrower
 from adacheck.keeper.submission import Draft, Piece
-from adacheck.keeper.window import Held
+from adacheck.keeper.window import Logged
 from adacheck.manifests import chain, keys
 from adacheck.manifests.encoding import encode
 from adacheck.manifests.record import Segment
@@ -66,7 +66,7 @@ class LogWriter:
 
     def write_nvme(
         self, backend: Backend, fence: Expect, first: Message, more: Callable[[], Message | None], consumed: list[Message]
-    ) -> list[Held] | None:
+    ) -> list[Logged] | None:
         """Store a batch in one transaction: `first` and what `more` gives until it gives `None`, or the batch is full.
 
         Every message taken is appended to `consumed`, so that after an error nothing of the batch is lost: the writer then stands
@@ -77,7 +77,7 @@ class LogWriter:
         Raises:
             BackendError: nothing of the batch is stored.
         """
-        before, finished = self._at.copy(), list[Held]()
+        before, finished = self._at.copy(), list[Logged]()
         stored = False
         try:
             outcome = backend.put_many(self._items(first, more, consumed, finished), expect=fence)
@@ -87,14 +87,16 @@ class LogWriter:
                 self._at = before
         return finished if stored else None
 
-    def write_memory(self, backend: MemoryBackend, messages: list[Message]) -> list[tuple[Held, int]]:
+    def write_memory(self, backend: MemoryBackend, messages: list[Message]) -> list[tuple[Logged, int]]:
         """Store messages in this process's memory instead; gives each completed increment and the bytes of it held there."""
-        done: list[tuple[Held, int]] = []
+        done: list[tuple[Logged, int]] = []
         for message in messages:
-            finished: list[Held] = []
+            finished: list[Logged] = []
             for key, content in self._items(message, lambda: None, [], finished):
-                assert isinstance(content, (bytes, memoryview)), "log items are single buffers"
-                if not finished:
+                if content is None:
+                    backend.delete(key)
+                elif not finished:
+                    assert isinstance(content, (bytes, memoryview)), "log items are single buffers"
                     backend.put(key, bytes(content))
                     self._at.memory_bytes += len(content)
             for held in finished:
@@ -102,7 +104,7 @@ class LogWriter:
                 self._at.memory_bytes = 0
         return done
 
-    def _items(self, first: Message, more: Callable[[], Message | None], consumed: list[Message], finished: list[Held]) -> Iterator[Item]:
+    def _items(self, first: Message, more: Callable[[], Message | None], consumed: list[Message], finished: list[Logged]) -> Iterator[Item]:
         message: Message | None = first
         raw_bytes = 0
         while message is not None:
@@ -128,7 +130,7 @@ class LogWriter:
         self._at.assembly.add((piece.role, piece.state, piece.event), segment)
         return keys.increment_slot(self.name.generation, self._at.step, slot), stored
 
-    def _finish(self, draft: Draft, finished: list[Held]) -> Iterator[Item]:
+    def _finish(self, draft: Draft, finished: list[Logged]) -> Iterator[Item]:
         at = self._at
         unchanged: dict[int, bytes] = {}
         for value in draft.values:
@@ -147,7 +149,10 @@ class LogWriter:
         increment = at.assembly.increment(self.name, draft, unchanged)
         linked = chain.append(increment, at.link)
         assert draft.step == at.step, f"step {draft.step} was submitted where step {at.step} was due"
-        finished.append(Held(increment, draft.comparable))
+        finished.append(Logged(increment, draft.comparable))
+        named = {segment.slot for segment in chain.segments(increment)}
+        for slot in set(range(at.slot)) - named:  # gradients of states that went whole after all
+            yield keys.increment_slot(self.name.generation, draft.step, slot), None
         yield keys.increment(self.name.generation, draft.step), encode(linked)
         values = {v.spec.state: v.digest for v in increment.values}
         self._at = _Progress(linked.link, draft.step + 1, previous_values=values, memory_bytes=at.memory_bytes)

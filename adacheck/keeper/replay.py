@@ -6,24 +6,26 @@ all optimizers nor ours in `capture` fire here, and no class is patched that the
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import msgpack
 import torch
 from torch.optim.optimizer import Optimizer
 
+from adacheck.capture import opaque
 from adacheck.errors import ReplayRefused
-from adacheck.kernel import CLASSES, environment, kernel_of_group, refusal
+from adacheck.kernel import CLASSES, environment, implementation_of, refusal
 from adacheck.manifests.record import Kernel, StateSpec
 from adacheck.states import State, tensor_spec
 from adacheck.threads import arithmetic
 
-BATCH_BYTES = 2 << 20
+BATCH_BYTES = 8 << 20
 """Gradient bytes to replay at a time: what was just widened is then still in the cache when the step reads it (measured best)."""
 
+_ALIGN = 64
 _WIDE = (torch.float32, torch.float64)
 _T = TypeVar("_T")
 
@@ -48,6 +50,7 @@ class Replayer:
 
     def __init__(self) -> None:
         self._optimizers: dict[str, tuple[Optimizer, Callable[[Optimizer], object]]] = {}
+        self._accepted: set[Kernel] = set()  # kernels that this process can run; its build and capability do not change
 
     def apply(self, event_kernel: Kernel, batch: Sequence[Replayed]) -> None:
         """Step every state of `batch` once; each has one gradient. How an event's states are batched does not change any bit.
@@ -56,27 +59,36 @@ class Replayer:
             ReplayRefused: the event's kernel cannot be had here (nothing was changed), or torch's step raised (the states of the
                 batch are then undefined).
         """
-        reason = refusal(event_kernel, environment())
+        self._check(event_kernel)
+        for threads, groups in _parts(event_kernel, batch).items():
+            self._step(event_kernel, threads, groups)
+
+    def _check(self, kernel: Kernel) -> None:
+        if kernel in self._accepted:
+            return
+        reason = refusal(kernel, environment())
         if reason is not None:
             raise ReplayRefused(f"gradients cannot be replayed here: {reason}; restore on a machine and build like the recorded one")
-        optimizer, step = self._optimizer(event_kernel.optimizer_class)
-        for threads, members in _by_threads(event_kernel, batch):
-            optimizer.param_groups = _groups(event_kernel, members)
-            optimizer.state = defaultdict(dict)
+        self._accepted.add(kernel)
+
+    def _step(self, kernel: Kernel, threads: int, groups: Sequence[_Group]) -> None:
+        optimizer, step = self._optimizer(kernel.optimizer_class)
+        members = [member for group in groups for member in group.members]
+        optimizer.param_groups = [_attach(group) for group in groups]
+        entries = defaultdict(dict, {member.state.tensors["param"]: _optimizer_entries(member.state) for member in members})
+        optimizer.state = entries
+        try:
+            with arithmetic(threads, kernel.flush_denormal):
+                step(optimizer)
+        except (RuntimeError, TypeError, ValueError, AssertionError, KeyError, IndexError) as error:
+            names = ", ".join(member.state.spec.fqn for member in members[:3])
+            raise ReplayRefused(f"torch could not replay {kernel.optimizer_class} on {names}, …: {error}") from error
+        finally:
             for member in members:
-                optimizer.state[member.state.tensors["param"]] = _optimizer_entries(member.state)
-            try:
-                with arithmetic(threads, event_kernel.flush_denormal):
-                    step(optimizer)
-            except (RuntimeError, TypeError, ValueError, AssertionError, KeyError, IndexError) as error:
-                names = ", ".join(member.state.spec.fqn for member in members[:3])
-                raise ReplayRefused(f"torch could not replay {event_kernel.optimizer_class} on {names}, …: {error}") from error
-            finally:
-                for member in members:
-                    member.state.tensors["param"].grad = None
-            for member in members:
-                _take_entries(member.state, optimizer.state[member.state.tensors["param"]])
+                member.state.tensors["param"].grad = None
             optimizer.param_groups, optimizer.state = [], defaultdict(dict)
+        for member in members:
+            _take_entries(member.state, entries[member.state.tensors["param"]])
 
     def _optimizer(self, name: str) -> tuple[Optimizer, Callable[[Optimizer], object]]:
         """An instance of a known class without its constructor, and the step function below torch's hooks."""
@@ -114,23 +126,24 @@ class GradientMemory:
 
     def take(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
         """Tensors of these shapes and dtypes, contents undefined, valid until the next `take`. Keeps the largest batch's bytes."""
-        sizes = [-(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64 for shape, dtype in wanted]
+        sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN for shape, dtype in wanted]
         if sum(sizes) > self._flat.numel():
             self._flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        views = {dtype: self._flat[: self._flat.numel() // _ALIGN * _ALIGN].view(dtype) for dtype in {dtype for _, dtype in wanted}}
         tensors, at = [], 0
         for (shape, dtype), size in zip(wanted, sizes, strict=True):
-            used = torch.Size(shape).numel() * dtype.itemsize
-            tensors.append(self._flat[at : at + used].view(dtype).view(shape))
+            start = at // dtype.itemsize
+            tensors.append(views[dtype][start : start + math.prod(shape)].view(shape))
             at += size
         return tensors
 
 
-def replay_threads(kernel: Kernel, parameter: torch.dtype) -> int:
+def replay_threads(recorded: int, implementation: str, parameter: torch.dtype) -> int:
     """Threads to replay with: one where any number gives the same bits (measured: `tests/test_replay.py`), else as recorded.
 
     Loop and foreach kernels below fp32 round differently in the last vector of each thread's part, so there the count matters.
     """
-    return 1 if kernel.implementation == "fused" or parameter in _WIDE else kernel.threads
+    return 1 if implementation == "fused" or parameter in _WIDE else recorded
 
 
 def spec_of(spec: StateSpec, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> StateSpec:
@@ -146,36 +159,43 @@ def spec_of(spec: StateSpec, tensors: Mapping[str, torch.Tensor], scalars: Mappi
         if like.shape == fresh.shape:
             fresh = replace(fresh, global_shape=like.global_shape, offsets=like.offsets)
         described.append(fresh)
-    packed: bytes = msgpack.packb({name: scalars[name] for name in sorted(scalars)}) if scalars else b""
+    packed = opaque.encode(f"optimizer entries of {spec.fqn}", dict(scalars)) if scalars else b""
     return replace(spec, tensors=tuple(described), scalars=packed)
 
 
-def _by_threads(kernel: Kernel, batch: Sequence[Replayed]) -> Iterator[tuple[int, list[Replayed]]]:
-    """The batch in parts that are replayed with one thread count each: members whose groups or dtypes differ may need others."""
-    parts: dict[int, list[Replayed]] = {}
-    kernels: dict[int, Kernel] = {}
+@dataclass(slots=True)
+class _Group:
+    """The members of a batch that were in one parameter group, and what ran for it."""
+
+    hyperparameters: Mapping[str, Any]
+    implementation: str
+    members: list[Replayed] = field(default_factory=list)
+
+
+def _parts(kernel: Kernel, batch: Sequence[Replayed]) -> dict[int, list[_Group]]:
+    """The batch by threads to replay with, then by group: members whose groups or dtypes differ may need other counts."""
+    groups: dict[tuple[int, torch.dtype], _Group] = {}
+    parts: dict[int, list[_Group]] = {}
     for member in batch:
-        identity = id(member.hyperparameters)
-        if identity not in kernels:
-            kernels[identity] = kernel_of_group(kernel, member.hyperparameters)
-        threads = replay_threads(kernels[identity], member.state.tensors["param"].dtype)
-        parts.setdefault(threads, []).append(member)
-    yield from parts.items()
-
-
-def _groups(kernel: Kernel, members: Sequence[Replayed]) -> list[dict[str, Any]]:
-    """Parameter groups of torch for these members, gradients attached; the implementation is what ran, not what torch chooses here."""
-    groups: dict[int, dict[str, Any]] = {}
-    for member in members:
-        identity = id(member.hyperparameters)
+        dtype = member.state.tensors["param"].dtype
+        identity = (id(member.hyperparameters), dtype)
         if identity not in groups:
-            implementation = kernel_of_group(kernel, member.hyperparameters).implementation
-            chosen = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-            groups[identity] = {**member.hyperparameters, **chosen, "params": []}
+            implementation = implementation_of(kernel.optimizer_class, member.hyperparameters, [member.state.tensors["param"]])
+            groups[identity] = _Group(member.hyperparameters, implementation)
+            parts.setdefault(replay_threads(kernel.threads, implementation, dtype), []).append(groups[identity])
+        groups[identity].members.append(member)
+    return parts
+
+
+def _attach(group: _Group) -> dict[str, Any]:
+    """A parameter group of torch with the gradients attached; the implementation is what ran, not what torch would choose here."""
+    parameters = []
+    for member in group.members:
         parameter = member.state.tensors["param"]
         parameter.grad = member.gradient
-        groups[identity]["params"].append(parameter)
-    return list(groups.values())
+        parameters.append(parameter)
+    chosen = {"fused": group.implementation == "fused", "foreach": group.implementation == "foreach"}
+    return {**group.hyperparameters, **chosen, "params": parameters}
 
 
 def _optimizer_entries(state: State) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from adacheck.manifests.record import Increment, Segment
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Logged:
     """An increment in the window. `comparable`: see `Draft`; empty for increments read back from NVMe."""
 
     increment: Increment
@@ -31,25 +31,25 @@ class Window:
     def __init__(self, generation: int, nvme: Backend | None) -> None:
         self.generation, self.nvme = generation, nvme
         self.memory = MemoryBackend()
-        self._held: dict[int, Held] = {}
+        self._logged: dict[int, Logged] = {}
         self._memory_bytes: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def add(self, held: Held, memory_bytes: int = 0) -> None:
+    def add(self, logged: Logged, memory_bytes: int = 0) -> None:
         """Take an increment in whose segments are all stored; `memory_bytes` of them only in memory."""
         with self._lock:
-            self._held[held.increment.step] = held
-            self._memory_bytes[held.increment.step] = memory_bytes
+            self._logged[logged.increment.step] = logged
+            self._memory_bytes[logged.increment.step] = memory_bytes
 
-    def get(self, step: int) -> Held:
+    def get(self, step: int) -> Logged:
         """The increment of a step that is in the window."""
         with self._lock:
-            return self._held[step]
+            return self._logged[step]
 
     def drop(self, step: int) -> None:
         """Every state has applied this increment."""
         with self._lock:
-            self._held.pop(step, None)
+            self._logged.pop(step, None)
             self._memory_bytes.pop(step, None)
         for key in list(self.memory.list(keys.increment(self.generation, step) + "/")):
             self.memory.delete(key)

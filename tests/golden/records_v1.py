@@ -105,7 +105,7 @@ GOLDEN: dict[str, Record] = {
         (_segment("rng", 0),),
         (_CERTIFICATE,),
     ),
-    "chain": Chain(RUN, 1, 0, 3, 3, 999_968, bytes(range(200, 232)), (_CERTIFICATE,)),
+    "chain": Chain(RUN, 1, 0, 3, 3, 999_968, bytes(range(200, 232)), (0, 7), (999_970, 999_968), (_CERTIFICATE,)),
     "base": Base(RUN, 1, 0, 999_968, _WEIGHT, bytes(range(32)), (_segment("param", 0), _segment("exp_avg", 1))),
     "increment": INCREMENT,
     "linked": append(INCREMENT, genesis(RUN, 1, 0)),

@@ -1,0 +1,194 @@
+"""Applies increments to states: the keeper's shadow, a restore, and the tools all go through this one piece of code.
+
+An increment moves a state by whole values or by replayed gradients; what was sent beside them to compare is compared here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from adacheck.capture import opaque
+from adacheck.errors import DamagedCut
+from adacheck.keeper.assembly import value_digest
+from adacheck.keeper.narrow import widen
+from adacheck.keeper.proof import Compared
+from adacheck.keeper.replay import GradientMemory, Replayed, Replayer, batches
+from adacheck.kernel import certificate_key
+from adacheck.manifests.record import Event, Gradient, Increment, Kernel, Segment, StateSpec, Value
+from adacheck.states import State, allocate, dtype_of, same_bytes, tensor_bytes
+
+ReadSegment = Callable[[Segment], bytes]
+"""Gives the verified bytes of a segment of the increment (or base) at hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One comparison of a replay with the value that was shipped: what certificates are made of."""
+
+    state: int
+    kernel: Kernel
+    equal: bool
+    gradient_nonzero: bool
+
+
+@dataclass
+class Applied:
+    """What applying one increment showed."""
+
+    compared: list[Compared] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+
+
+class Applier:
+    """Brings `shadow` (state number -> state) forward, in place. Belongs to one thread."""
+
+    def __init__(self, shadow: dict[int, State]) -> None:
+        self.shadow = shadow
+        self._replayer, self._memory = Replayer(), GradientMemory()
+
+    def apply(self, increment: Increment, read: ReadSegment, states: Collection[int], comparable: Collection[int] = ()) -> Applied:
+        """Bring `states` from `increment.step - 1` to `increment.step`.
+
+        Args:
+            comparable: states shipped whole whose complete gradients are there too: both ways are taken, and compared.
+
+        Raises:
+            DamagedCut: bytes are missing or wrong, or do not fill their tensors.
+            ReplayRefused: the recorded kernel cannot be had here.
+        """
+        applied = Applied()
+        whole = {value.spec.state: value for value in increment.values}
+        targets = {state: self.shadow[state] for state in states if state not in whole and state in self.shadow}
+        scratch = {state: _clone(self.shadow[state]) for state in comparable if state in states and state in self.shadow}
+        nonzero = self._replay(increment, read, {**targets, **scratch}, frozenset(scratch))
+        for state, value in whole.items():
+            if state in states:
+                self._take_value(increment.step, value, read)
+        for state, replayed in scratch.items():
+            equal = _same(replayed, self.shadow[state])
+            for kernel in _kernels(increment, state, replayed):
+                applied.verdicts.append(Verdict(state, kernel, equal, state in nonzero))
+        for state in increment.removed:
+            if state in states:
+                self.shadow.pop(state, None)
+        for refresh in increment.refreshes:
+            if refresh.state in states and refresh.state in self.shadow:
+                applied.compared += [self._compare(refresh.state, segment, read) for segment in refresh.segments]
+        return applied
+
+    def _replay(self, increment: Increment, read: ReadSegment, targets: Mapping[int, State], scratch: Collection[int]) -> set[int]:
+        """Replay every event on `targets`; gives the `scratch` states that had a gradient other than zero."""
+        nonzero: set[int] = set()
+        for number, event in enumerate(increment.events):
+            mine = [g for g in increment.gradients if g.event == number and g.state in targets]
+            hyperparameters = _by_state(event) if mine else {}
+            for batch in batches(mine, lambda g: targets[g.state].tensors["param"].numel() * dtype_of(g.dtype).itemsize):
+                shapes = [(tuple(targets[g.state].tensors["param"].shape), dtype_of(g.dtype)) for g in batch]
+                gradients = self._memory.take(shapes)
+                for gradient, into in zip(batch, gradients, strict=True):
+                    _fill(increment.step, gradient, read, into)
+                    if gradient.state in scratch and _any_nonzero(into):
+                        nonzero.add(gradient.state)
+                self._replayer.apply(
+                    event.kernel,
+                    [Replayed(targets[g.state], hyperparameters[g.state], into) for g, into in zip(batch, gradients, strict=True)],
+                )
+        return nonzero
+
+    def _take_value(self, step: int, value: Value, read: ReadSegment) -> None:
+        state = value.spec.state
+        if value.unchanged:
+            if state not in self.shadow:
+                raise DamagedCut(f"step {step}: {value.spec.fqn} is said to be unchanged, but no earlier value of it is there")
+            return
+        known = self.shadow.get(state)
+        tensors = known.tensors if known is not None and known.spec.tensors == value.spec.tensors else None
+        self.shadow[state] = load_state(f"step {step}", value.spec, value.segments, value.digest, read, tensors)
+
+    def _compare(self, state: int, segment: Segment, read: ReadSegment) -> Compared:
+        tensor = self.shadow[state].tensors.get(segment.tensor)
+        equal = False
+        if tensor is not None and segment.stop <= tensor.numel():
+            size = tensor.element_size()
+            held = np.frombuffer(tensor_bytes(tensor)[segment.start * size : segment.stop * size], np.uint8)
+            equal = np.array_equal(held, np.frombuffer(read(segment), np.uint8))
+        return Compared(state, segment.tensor, segment.start, segment.stop, equal)
+
+
+def load_state(
+    where: str,
+    spec: StateSpec,
+    segments: Iterable[Segment],
+    digest: bytes,
+    read: ReadSegment,
+    into: dict[str, torch.Tensor] | None = None,
+) -> State:
+    """A state from the raw segments it was stored in; into `into` if its tensors have the right specs.
+
+    Raises:
+        DamagedCut: the segments do not fill the tensors exactly, or do not have the digest. `where` says of what.
+    """
+    segments = tuple(segments)
+    tensors = allocate(spec) if into is None else into
+    if value_digest(spec, segments) != digest:
+        raise DamagedCut(f"{where}: the segments of {spec.fqn} do not give the digest recorded for it; run adacheck-fsck")
+    filled = dict.fromkeys(tensors, 0)
+    for segment in segments:
+        view, size = tensor_bytes(tensors[segment.tensor]), tensors[segment.tensor].element_size()
+        content = read(segment)
+        if segment.codec != "raw" or segment.start != filled[segment.tensor] or len(content) != (segment.stop - segment.start) * size:
+            raise DamagedCut(f"{where}: segment {segment.slot} of {spec.fqn}.{segment.tensor} does not fit after the one before it")
+        view[segment.start * size : segment.stop * size] = content
+        filled[segment.tensor] = segment.stop
+    for name, tensor in tensors.items():
+        if filled[name] != tensor.numel():
+            raise DamagedCut(f"{where}: {spec.fqn}.{name} has {filled[name]} of its {tensor.numel()} elements")
+    scalars = opaque.decode(spec.scalars) if spec.scalars else {}
+    return State(spec, tensors, scalars)
+
+
+def _fill(step: int, gradient: Gradient, read: ReadSegment, into: torch.Tensor) -> None:
+    flat, filled = into.view(-1), 0
+    for segment in gradient.segments:
+        if segment.start != filled or segment.stop > flat.numel():
+            raise DamagedCut(f"step {step}: gradient segment {segment.slot} of state {gradient.state} does not follow element {filled}")
+        widen(read(segment), segment.codec, segment.coefficient, flat[segment.start : segment.stop])
+        filled = segment.stop
+    if filled != flat.numel():
+        raise DamagedCut(f"step {step}: the gradient of state {gradient.state} has {filled} of {flat.numel()} elements")
+
+
+def _by_state(event: Event) -> dict[int, dict[str, Any]]:
+    """Hyperparameters of each state at an event; states of one group share one mapping."""
+    found: dict[int, dict[str, Any]] = {}
+    for group in event.groups:
+        hyperparameters = opaque.decode(group.hyperparameters)
+        found.update(dict.fromkeys(group.states, hyperparameters))
+    return found
+
+
+def _kernels(increment: Increment, state: int, shadow: State) -> set[Kernel]:
+    """Under which kernels a state was stepped in an increment."""
+    parameter = shadow.tensors["param"].dtype
+    return {
+        certificate_key(increment.events[g.event].kernel, parameter, dtype_of(g.dtype)) for g in increment.gradients if g.state == state
+    }
+
+
+def _clone(state: State) -> State:
+    return State(state.spec, {name: tensor.clone() for name, tensor in state.tensors.items()}, dict(state.scalars))
+
+
+def _same(a: State, b: State) -> bool:
+    if a.spec.tensors != b.spec.tensors or a.scalars != b.scalars:
+        return False
+    return all(same_bytes(a.tensors[t.name], b.tensors[t.name]) for t in a.spec.tensors)
+
+
+def _any_nonzero(tensor: torch.Tensor) -> bool:
+    return bool(tensor.count_nonzero())
