@@ -6,7 +6,7 @@ import math
 import struct
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import blake3
@@ -153,16 +153,8 @@ def test_malformed_payloads_are_refused(payload: bytes, message: str) -> None:
 
 def test_nested_fields_are_checked_by_name() -> None:
     segment = {"tensor": "g", "start": "zero"}
-    chain = {
-        "run": "r",
-        "generation": 1,
-        "chain": 0,
-        "incarnation": 1,
-        "fence": 1,
-        "anchor_step": 0,
-        "anchor_link": b"",
-        "certificates": {},
-    }
+    chain: dict[str, Any] = {field.name: () for field in fields(Chain)} | {"run": "r", "anchor_link": b"", "certificates": {}}
+    chain |= dict.fromkeys(("generation", "chain", "incarnation", "fence", "anchor_step"), 1)
     with pytest.raises(Malformed, match=r"Chain\.certificates must be a list, not dict"):
         decode(envelope(msgpack.packb(chain), kind=6), Chain)
     increment = dict.fromkeys(("events", "gradients", "values", "refreshes", "removed"), ())
