@@ -28,6 +28,7 @@ _ALIKE = ({"AVX2", "AVX512"},)
 _CHOICES = ("fused", "foreach")
 _BRANCHES = ("momentum", "weight_decay")
 _DTYPES = ("gradient", "parameter")
+_ON_CPU = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def kernel_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel:
     name = class_name(type(optimizer))
     return Kernel(
         optimizer_class=name,
-        implementation=_implementation(name, group, parameters),
+        implementation=implementation_of(name, group, parameters),
         flags=_flags(group),
         device=parameters[0].device.type if parameters else "cpu",
         torch_build=here.torch_build,
@@ -68,10 +69,26 @@ def kernel_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel:
     )
 
 
+def implementation_of(name: str, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> str:
+    """`fused`, `foreach` or `loop`: what the class's own rule chooses for these hyperparameters and parameters; `default` if unknown.
+
+    The rules are those of `adam()` and `sgd()` in torch/optim, the same from torch 2.9 to 2.13.
+    """
+    fused, foreach = group.get("fused"), group.get("foreach")
+    if fused is None and foreach is None:
+        if name not in CLASSES and not ("foreach" in group and name.startswith("torch.optim.")):
+            return "default"
+        fused, foreach = _default_to_fused_or_foreach(parameters, bool(group.get("differentiable")), use_fused=False)
+        if foreach and isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable"):
+            foreach = False
+    if fused and foreach:
+        return "foreach" if name == "torch.optim.sgd.SGD" else "fused"
+    return "fused" if fused else "foreach" if foreach else "loop"
+
+
 def kernel_of_group(event_kernel: Kernel, hyperparameters: Mapping[str, Any]) -> Kernel:
-    """The kernel of one group of an event, from the event's and the group's recorded hyperparameters (groups may differ)."""
-    on_device = [torch.empty(0, device=event_kernel.device)] if event_kernel.device == "cpu" else []
-    implementation = _implementation(event_kernel.optimizer_class, hyperparameters, on_device)
+    """The kernel of one group of an event on CPU, from the event's and the group's recorded hyperparameters (groups may differ)."""
+    implementation = implementation_of(event_kernel.optimizer_class, hyperparameters, [_ON_CPU])
     return replace(event_kernel, implementation=implementation, flags=_flags(hyperparameters))
 
 
@@ -125,23 +142,9 @@ def replayable(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.
     if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
         return f"its gradient is {parameter.grad.dtype} and its parameter {parameter.dtype}"
     if kind is torch.optim.SGD and group["momentum"] != 0 and parameter.dtype in (torch.bfloat16, torch.float16):
-        fused = _implementation(name, group, [parameter]) == "fused"
+        fused = implementation_of(name, group, [parameter]) == "fused"
         return "fused SGD with momentum gives other bits from run to run below fp32" if fused else None
     return None
-
-
-def _implementation(name: str, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> str:
-    """What the class's own rule chooses for these hyperparameters (torch 2.9 to 2.13: `adam()` and `sgd()` in torch/optim)."""
-    fused, foreach = group.get("fused"), group.get("foreach")
-    if fused is None and foreach is None:
-        if name not in CLASSES and not ("foreach" in group and name.startswith("torch.optim.")):
-            return "default"
-        fused, foreach = _default_to_fused_or_foreach(parameters, bool(group.get("differentiable")), use_fused=False)
-        if foreach and isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable"):
-            foreach = False
-    if fused and foreach:
-        return "foreach" if name == "torch.optim.sgd.SGD" else "fused"
-    return "fused" if fused else "foreach" if foreach else "loop"
 
 
 def _flags(group: Mapping[str, Any]) -> tuple[str, ...]:
