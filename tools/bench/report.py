@@ -1,0 +1,63 @@
+"""The benchmark's results as tables for a person and as JSON for a program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.table import Table
+
+from adacheck.tools.bench.alone import AloneResult
+from adacheck.tools.bench.paired import PairedResult
+
+
+def paired_table(results: Sequence[PairedResult]) -> Table:
+    """Step time against training without checkpoints."""
+    table = Table(title="A checkpoint every step, against none: two identical jobs in one process, blocks A B B A")
+    _add_columns(
+        table,
+        "arm",
+        "cores",
+        "steps|an arm",
+        "none|median ms",
+        "arm|median ms",
+        "ratio [95%]",
+        "blocked|median ms",
+        "apart|mean ms a block",
+    )
+    for result in results:
+        ratio = f"{result.ratio.ratio:.3f} [{result.ratio.low:.3f}, {result.ratio.high:.3f}]"
+        cores = "pinned" if result.pinned else "free"
+        medians = [f"{value:,.1f}" for value in (result.none_median_ms, result.arm_median_ms)]
+        apart = _mean_apart(result.apart_ms)
+        table.add_row(result.arm, cores, str(result.steps_per_arm), *medians, ratio, f"{result.blocked_median_ms:,.1f}", apart)
+    return table
+
+
+def alone_table(results: Sequence[AloneResult]) -> Table:
+    """What each arm costs by itself."""
+    table = Table(title="Each arm alone, a checkpoint every step, trainer on one core and background threads on the other")
+    _add_columns(table, "arm", "blocked|median ms", "blocked|P99 ms", "step|median ms", "MB|a step")
+    _add_columns(table, "CPU s|training", "CPU s|checkpoint", "CPU s|background", "peak RSS|MB")
+    for result in results:
+        times = [f"{value:,.1f}" for value in (result.blocked_median_ms, result.blocked_p99_ms, result.step_median_ms)]
+        cpu = [f"{value:.3f}" for value in (result.training_cpu_s, result.checkpoint_cpu_s, result.background_cpu_s)]
+        table.add_row(result.arm, *times, f"{result.written_bytes_per_step / 1e6:,.1f}", *cpu, f"{result.peak_rss_bytes / 1e6:,.0f}")
+    return table
+
+
+def as_json(machine: dict[str, str], paired: Sequence[PairedResult], alone: Sequence[AloneResult]) -> str:
+    """Everything that was measured, every single step time included."""
+    return json.dumps({"machine": machine, "paired": [asdict(r) for r in paired], "alone": [asdict(r) for r in alone]}, indent=2)
+
+
+def _add_columns(table: Table, *names: str) -> None:
+    for name in names:
+        table.add_column(name.replace("|", "\n"), justify="left" if name in ("arm", "cores") else "right")
+
+
+def _mean_apart(blocks: Sequence[dict[str, float]]) -> str:
+    names = dict.fromkeys(name for block in blocks for name in block)
+    seen = {name: [block[name] for block in blocks if name in block] for name in names}
+    return ", ".join(f"{name} {sum(values) / len(values):,.1f}" for name, values in seen.items())
