@@ -48,7 +48,7 @@ class LocalObjects:
     def write(self, key: str, parts: Parts, *, exclusive: bool) -> bool:
         """Store an object durably; `False` if `exclusive` and the key is taken."""
         target = self._root / key
-        descriptor, temporary = self._create(target.parent)
+        descriptor, temporary = self._create(target)
         try:
             self._fill(descriptor, temporary, parts)
             with self._translated("name", target):
@@ -95,7 +95,7 @@ class LocalObjects:
         with self._translated("remove", path):
             try:
                 self._files.unlink(path)
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return
             self._files.fsync_dir(path.parent)
             with suppress(OSError):  # not empty: somebody else's objects are in there
@@ -121,9 +121,10 @@ class LocalObjects:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _create(self, directory: Path) -> tuple[int, Path]:
-        """A new temporary in a directory, which is made durably if need be; whoever removes empty ones may come in between."""
-        with self._translated("make a temporary in", directory):
+    def _create(self, target: Path) -> tuple[int, Path]:
+        """A new temporary beside `target`. Its directory is made durably; whoever removes empty ones may come in between."""
+        directory = target.parent
+        with self._translated("make a temporary for", target):
             for _ in range(_ATTEMPTS):
                 temporary = directory / f"~{secrets.token_hex(8)}.tmp"
                 with self._directories:
