@@ -1,0 +1,299 @@
+"""The state machine's crashes and restores, and what must hold after each: invariant 9 of the protocol.
+
+(A) every source that offers the chosen cut rebuilds it exactly, but for states written invisibly, and no cut with one is proven;
+(B) while a configured copy of each chain can be reached, the cut is not below the committed step; (C) while each chain's NVMe copy
+can be reached, or a full checkpoint serves it, the cut is not below the durable step.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from protocol_values import TENSORS, Place, Values
+
+from adacheck.keeper import progress as trainer
+from adacheck.keeper.cut import (
+    NO_CUT,
+    Choice,
+    ForkEntry,
+    Offer,
+    bring_in,
+    choose_cut,
+    common_steps,
+    full_steps,
+    is_live,
+    reach,
+    unstarted,
+    void_fork,
+)
+from adacheck.keeper.proof import Verdict, begin_proof, resume, verdict
+from adacheck.keeper.protocol import Copy, Kind, Refused, fence, is_copied, rebuilt
+
+
+@dataclass
+class Restore:
+    """A restore under way: what it decided, so that it can stall anywhere and go on when it is too late."""
+
+    incarnation: int
+    cut: int
+    values: list[Values]
+    forks: list[ForkEntry]
+    proven: bool
+    recorded: bool = False
+
+
+class Restoring:
+    """State of the cluster, its crashes and restores."""
+
+    names = ("local", "peer", "nvme")
+
+    def __init__(self, rand: random.Random, variant: str = "", chains: int = 3) -> None:
+        self.random, self.variant, self.chains = rand, variant, chains
+        self.incarnation = self.newest = 1
+        self.forks: list[ForkEntry] = []
+        self.messages: list[Any] = []
+        self.fulls: dict[tuple[int, int], tuple[list[Values], Verdict]] = {}
+        self.full: tuple[int, int, list[Values]] | None = None
+        self.late: list[tuple[int, int, list[Values]]] = []
+        self.stalled: list[Restore] = []
+        self.places: list[dict[str, Place]] = [{} for _ in range(chains)]
+        self.configured: list[set[str]] = [set() for _ in range(chains)]
+        self.void = [False] * chains
+        self.committed = self.durable = self.published = NO_CUT
+        self.counts = {
+            "restores": 0,
+            "crashed half way": 0,
+            "from nothing": 0,
+            "proven": 0,
+            "unproven": 0,
+            "from full": 0,
+            "fulls": 0,
+            "caught up": 0,
+        }
+        self.truth, self.dirty = [dict[int, Values]() for _ in range(chains)], [dict[int, set[int]]() for _ in range(chains)]
+        start = Restore(1, NO_CUT, [self.fresh() for _ in range(chains)], [], True)
+        self.record(start)
+        for chain in range(chains):
+            for name in self.names:
+                self.bring(start, chain, name)
+        self.start(start)
+
+    def fresh(self) -> Values:
+        return {state: (self.random.getrandbits(60), self.random.getrandbits(60)) for state in range(2)}
+
+    def here(self, chain: int, kind: Kind) -> list[Place]:
+        return [p for p in self.places[chain].values() if p.kind is kind and p.copy.incarnation == self.incarnation]
+
+    def start(self, done: Restore) -> None:
+        """Training begins at the cut: what was restored is what the trainers have."""
+        cut = max(done.cut, 0)
+        self.incarnation, self.begun, self.step = done.incarnation, cut, [cut] * self.chains
+        self.rounds: dict[int, dict[int, tuple[int, ...]]] = {}
+        self.live = [dict(values) for values in done.values]
+        self.committed, self.progress = cut, []
+        for places in self.places:
+            mine = {name: (p.kind, p.copy) for name, p in places.items() if p.copy.incarnation == self.incarnation}
+            self.progress.append(trainer.begin(cut, mine, self.published))
+
+    def record(self, under_way: Restore) -> None:
+        """The fork record is written: from now on the cut's bytes are those that were read, and no promise is above it."""
+        self.forks.append(ForkEntry(under_way.incarnation, under_way.cut, under_way.proven))
+        under_way.recorded, cut = True, max(under_way.cut, 0)
+        for chain in range(self.chains):
+            keep = range(under_way.cut)  # from nothing: no step of before is left
+            self.truth[chain] = {n: v for n, v in self.truth[chain].items() if n in keep} | {cut: dict(under_way.values[chain])}
+            self.dirty[chain] = {n: d for n, d in self.dirty[chain].items() if n in keep} | {cut: set()}
+        self.committed, self.durable = min(self.committed, under_way.cut), min(self.durable, under_way.cut)
+        self.published = max(full_steps(self.fulls, self.forks), default=NO_CUT)
+
+    def promise(self, now: trainer.Progress) -> None:
+        self.committed, self.durable = max(self.committed, now.committed), max(self.durable, now.durable)
+        self.published = max(self.published, now.published)
+
+    def destroy(self, chain: int, name: str) -> None:
+        self.places[chain].pop(name, None)
+        self.configured[chain].discard(name)
+        self.void[chain] |= name == "nvme"
+
+    def drop_full(self) -> None:
+        self.full = None
+        for place in (place for places in self.places for place in places.values()):
+            place.hold = None
+
+    def crash(self) -> None:
+        self.configured = [set(trainer.configured(now)) for now in self.progress]
+        if self.full is not None:
+            held = [p for places in self.places if (p := places.get("local")) is not None and p.hold is not None]
+            if len(held) == self.chains and all(p.hold is not None and is_copied(p.copy, p.hold) for p in held):
+                self.late.append(self.full)
+            self.drop_full()
+        self.kill()
+        while not self.restore({self.random.randrange(self.chains)} if self.random.random() < 0.3 else set()):
+            self.counts["crashed half way"] += 1
+            self.kill()
+
+    def kill(self) -> None:
+        kind = self.random.choices(["trainers", "host", "two hosts", "all agents"], weights=[3, 3, 2, 3])[0]
+        dead = set(self.random.sample(range(self.chains), {"trainers": 0, "host": 1, "two hosts": 2, "all agents": self.chains}[kind]))
+        for chain in range(self.chains):
+            for name in list(self.places[chain]):
+                gone = name != "nvme" or (kind != "all agents" and self.random.random() < 0.3)
+                if self.host(chain, name) in dead and gone:
+                    self.destroy(chain, name)
+
+    def host(self, chain: int, name: str) -> int:
+        return (chain + (name == "peer")) % self.chains
+
+    def restore(self, away: set[int]) -> bool:
+        """The linear order of a restore; False if it crashed (or stalled) half way."""
+        self.newest = incarnation = self.newest + 1
+        here = [{n: p for n, p in places.items() if self.host(c, n) not in away} for c, places in enumerate(self.places)]
+        for place in (place for places in here for place in places.values()):
+            fenced = fence(place.copy, incarnation)
+            assert isinstance(fenced, Copy)
+            place.copy = fenced
+            self.deliver()
+        for number in unstarted(self.forks, incarnation):
+            self.forks.append(void_fork(number))
+        forks = [] if self.variant == "no-forks" else list(self.forks)
+        offers = {c: self.offers(places, forks) for c, places in enumerate(here)}
+        for _ in range(self.random.randrange(4)):
+            self.deliver()  # zombies write while the restore goes on
+        self.check_proofs(here, forks)
+        only = None
+        if self.random.random() < 0.1:
+            only = {step for step in common_steps(offers) if self.is_proven(step)}
+        choice = choose_cut(offers, only=only)
+        if only is None or choice is None:
+            self.check_cut(choice.step if choice else NO_CUT, here) if only is None else None
+            if only is not None:
+                choice = choose_cut(offers)
+        under_way = self.decide(incarnation, choice, forks)
+        if self.random.random() < 0.05:
+            self.stalled.append(under_way)
+            return False
+        todo = [(c, name) for c in range(self.chains) for name in self.names if self.host(c, name) not in away]
+        return self.carry_out(under_way, self.random.sample(todo, len(todo)))
+
+    def offers(self, places: dict[str, Place], forks: list[ForkEntry]) -> list[Offer]:
+        fulls = Offer("full", Kind.OBJECT, full_steps(self.fulls, forks))
+        return [*(Offer(name, place.kind, reach(place.copy, forks)) for name, place in places.items()), fulls]
+
+    def check_cut(self, cut: int, here: list[dict[str, Place]]) -> None:
+        """(B) and (C)."""
+        if all(self.configured[c] & here[c].keys() for c in range(self.chains)):
+            assert cut >= self.committed, f"B: cut {cut} is below the committed step {self.committed}"
+        for chain, place in ((c, here[c]["nvme"]) for c in range(self.chains) if "nvme" in here[c]):
+            self.void[chain] &= not place.copy.floor <= self.durable <= place.copy.top
+        serving = all("nvme" in here[c] and not self.void[c] for c in range(self.chains))
+        durable = self.durable if serving else self.published
+        assert cut >= durable, f"C: cut {cut} is below the durable step {durable}"
+
+    def check_proofs(self, here: list[dict[str, Place]], forks: list[ForkEntry]) -> None:
+        """No cut that is called proven differs from what the trainers had."""
+        for chain, places in enumerate(here):
+            for place in places.values():
+                for step in reach(place.copy, forks) if place.proof else ():
+                    if place.proof and verdict(place.proof, step) is Verdict.PROVEN:
+                        assert place.at(step) == self.truth[chain].get(step), f"A: cut {step} of chain {chain} is wrong, yet proven"
+        for (incarnation, step), (parts, status) in self.fulls.items():
+            if status is Verdict.PROVEN and is_live(forks, incarnation, step):
+                assert parts == [truth.get(step) for truth in self.truth], f"A: full checkpoint {step} is wrong, yet proven"
+
+    def is_proven(self, step: int) -> bool:
+        """On every chain some keeper says so; or a full checkpoint of that step is marked."""
+        marked = any(s == step and status is Verdict.PROVEN and is_live(self.forks, i, s) for (i, s), (_, status) in self.fulls.items())
+        return marked or all(Verdict.PROVEN in self.verdicts(chain, step) for chain in range(self.chains))
+
+    def verdicts(self, chain: int, step: int) -> set[Verdict]:
+        live = (p for p in self.places[chain].values() if p.proof and is_live(self.forks, p.copy.incarnation, p.proof.step))
+        return {verdict(place.proof, step) for place in live if place.proof}
+
+    def judge(self) -> None:
+        """Full checkpoints wait for the refreshes after them."""
+        for (incarnation, step), (parts, status) in self.fulls.items():
+            if status is Verdict.PENDING and is_live(self.forks, incarnation, step):
+                found = [self.verdicts(chain, step) for chain in range(self.chains)]
+                if all(Verdict.PROVEN in verdicts for verdicts in found):
+                    self.fulls[incarnation, step] = (parts, Verdict.PROVEN)
+                elif any(Verdict.INEXACT in verdicts for verdicts in found):
+                    self.fulls[incarnation, step] = (parts, Verdict.INEXACT)
+
+    def decide(self, incarnation: int, choice: Choice | None, forks: list[ForkEntry]) -> Restore:
+        """Read the cut from every source that offers it: (A)."""
+        self.counts["restores"] += 1
+        if choice is None:
+            self.counts["from nothing"] += 1
+            return Restore(incarnation, NO_CUT, [self.fresh() for _ in range(self.chains)], forks, True)
+        cut, values = choice.step, []
+        for chain, sources in choice.sources.items():
+            read = []
+            for offer in sources:
+                same = [key for key in self.fulls if key[1] == cut and is_live(forks, *key)]
+                got = self.fulls[same[0]][0][chain] if offer.kind is Kind.OBJECT else self.places[chain][offer.source].at(cut)
+                truth, dirty = self.truth[chain].get(cut, {}), self.dirty[chain].get(cut, set())
+                assert got.keys() == truth.keys(), f"A: {offer.source} has other states at cut {cut} of chain {chain}"
+                wrong = {state for state in got if got[state] != truth[state]}
+                assert wrong <= dirty, f"A: {offer.source} rebuilds wrong bytes of states {wrong} at cut {cut} of chain {chain}"
+                read.append(got)
+            assert all(got == read[0] for got in read), f"A: sources of chain {chain} disagree at cut {cut}"
+            self.counts["from full"] += sources[0].kind is Kind.OBJECT
+            values.append(read[0])
+        proven = self.is_proven(cut)
+        self.counts["proven" if proven else "unproven"] += 1
+        return Restore(incarnation, cut, values, forks, proven)
+
+    def carry_out(self, under_way: Restore, todo: list[tuple[int, str]]) -> bool:
+        """Fork record, then the copies one by one; a crash between any two leaves a stalled restore behind."""
+        self.record(under_way)
+        for chain, name in todo:
+            if self.random.random() < 0.02:
+                self.stalled.append(under_way)
+                return False
+            self.bring(under_way, chain, name)
+            if self.random.random() < 0.3:
+                self.deliver()
+        self.start(under_way)
+        return True
+
+    def bring(self, to: Restore, chain: int, name: str) -> None:
+        """Bring one copy into the incarnation: adopt, fill up from another, or rebuild."""
+        place, others = self.places[chain].get(name), list(self.places[chain].values())
+        answer = bring_in(place.copy, to.incarnation, to.cut, to.forks) if place else None
+        if place is not None and isinstance(answer, Copy):
+            place.copy, place.hold, place.committed, place.durable = answer, None, to.cut, NO_CUT
+            place.forget_above(answer.top)
+            for step in range(answer.top + 1, to.cut + 1):
+                found = [p.log[step] for p in others if step in p.log and to.cut in reach(p.copy, to.forks)]
+                if not found or place.stopped:
+                    break
+                place.take(to.incarnation, step, found[0])
+            if place.kind is Kind.MEMORY and place.copy.top == to.cut:
+                place.apply(to.cut)
+                place.proof = resume(place.proof, to.cut) if place.proof else None
+            else:
+                place.proof = None
+            return
+        if (isinstance(answer, Refused) and answer.fenced) or (place is None and self.random.random() < 0.1):
+            return  # superseded; or the host does not come back
+        self.places[chain].pop(name, None)
+        if place is None or not place.stopped:
+            kind, cut = (Kind.NVME if name == "nvme" else Kind.MEMORY), max(to.cut, 0)
+            copy = rebuilt(to.incarnation, to.incarnation, cut, to.values[chain])
+            states = dict.fromkeys(to.values[chain], TENSORS)
+            proof = begin_proof(cut, states, unproven=not to.proven) if kind is Kind.MEMORY else None
+            self.places[chain][name] = Place(kind, copy, dict(to.values[chain]), proof=proof, committed=cut)
+
+    def go_on(self, stalled: Restore) -> None:
+        """A restore that was overtaken goes on: it may not lose anything any more."""
+        if not stalled.recorded:
+            assert any(fork.incarnation == stalled.incarnation for fork in self.forks), "nobody took the record of a stalled restore"
+            return  # its record is taken: superseded
+        for chain in range(self.chains):
+            for name in list(self.places[chain]):
+                self.bring(stalled, chain, name)
+
+    def deliver(self) -> None:
+        raise NotImplementedError
