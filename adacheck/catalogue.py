@@ -121,8 +121,8 @@ def with_status(status: str, folders: Iterable[str]) -> Callable[[Fulls], Fulls]
 def publish(backend: Backend, run: str, incarnation: int, change: Callable[[Fulls], Fulls]) -> Version:
     """Put the next version: what `change` makes of the live checkpoints of the head.
 
-    `change` is pure; it is applied again to the new head after a lost race. If it changes nothing in a head of this incarnation,
-    that head is returned and nothing is written. All objects of a checkpoint it adds must be in the store.
+    `change` is pure and idempotent: it is applied again to the new head after a lost race, also to one that this very put has won
+    though its answer was lost. If it changes nothing in a head of this incarnation, that head is returned and nothing is written. All objects of a checkpoint it adds must be in the store.
 
     Raises:
         Superseded: a later incarnation has started; nothing was written.
@@ -139,8 +139,8 @@ def publish(backend: Backend, run: str, incarnation: int, change: Callable[[Full
             return last
         previous = NO_LINK if last is None else last.link
         version = seal_version(Version(run, incarnation, _next_number(backend, incarnation, last), fulls, previous, b""))
-        key, content = keys.version(incarnation, version.number), encode(version)
-        if isinstance(backend.put(key, content, exclusive=True), Created) or _holds(backend, key, content):
+        key = keys.version(incarnation, version.number)
+        if isinstance(backend.put(key, encode(version), exclusive=True), Created):
             return version
     raise Unavailable(f"{RACES_MAX} races for the next version of incarnation {incarnation} on {backend.name} were lost; try again")
 
@@ -156,11 +156,3 @@ def _next_number(backend: Backend, incarnation: int, last: Version | None) -> in
     names = (keys.parse(key) for key in backend.list(keys.versions_prefix(incarnation)))
     taken = [name.number for name in names if name is not None]
     return max([*taken, 0 if last is None else last.number]) + 1
-
-
-def _holds(backend: Backend, key: str, content: bytes) -> bool:
-    """Whether the number was taken by this very put, whose answer was lost."""
-    try:
-        return backend.get(key) == content
-    except NotFound:
-        return False

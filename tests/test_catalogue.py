@@ -6,14 +6,16 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import blake3
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck.backends.base import Created, Exists, Parts
+from adacheck.backends.base import Backend, Created, Exists, Parts
 from adacheck.backends.memory import MemoryBackend
+from adacheck.backends.object_store import ObjectStore
 from adacheck.catalogue import Fulls, Head, head, in_order, listing, live, publish, versions, with_status
 from adacheck.digest import digest
 from adacheck.errors import ConfigError, DamagedCut, ForeignRun, Superseded
@@ -42,19 +44,19 @@ from adacheck.states import tensor_bytes
 RUN = "run-a"
 
 
-def write(backend: MemoryBackend, incarnation: int, step: int) -> FullEntry:
+def write(backend: Backend, incarnation: int, step: int) -> FullEntry:
     spec = TensorSpec("param", "float32", (2,), (2,), (0,))
     states = [StateSource(StateSpec(0, "w", (), "parameter", "", True, (spec,), b""), lambda name: [bytes([0, 0, 0, step]) * 2])]
     return write_full(backend, CutId(RUN, 1, incarnation, step), states, [("step", str(step).encode())])
 
 
-def started(backend: MemoryBackend, cut: int = 0, run: str = RUN) -> int:
+def started(backend: Backend, cut: int = 0, run: str = RUN) -> int:
     taken = take_incarnation(backend, run).incarnation
     write_fork(backend, Fork(run, taken, cut, True))
     return taken
 
 
-def add(backend: MemoryBackend, incarnation: int, step: int) -> FullEntry:
+def add(backend: Backend, incarnation: int, step: int) -> FullEntry:
     entry = write(backend, incarnation, step)
     publish(backend, RUN, incarnation, listing(entry))
     return entry
@@ -229,6 +231,8 @@ def test_a_damaged_newest_version_falls_to_the_next_and_is_reported(change: Call
     found = head(backend, RUN)
     assert steps(found) == [10]
     assert [rejected.key for rejected in found.rejected] == [key] and reason in found.rejected[0].reason
+    assert publish(backend, RUN, one, lambda fulls: fulls).number == 3, "a good record takes the place of the damaged one"
+    assert head(backend, RUN).rejected == ()
     # Pruning deletes no checkpoint while a record is damaged: it may be the one that lists it.
     add(backend, one, 30)
     assert prune(backend, RUN, one, 1) == ()
@@ -258,6 +262,16 @@ def test_a_newer_format_is_refused_not_passed_over() -> None:
     backend.put(keys.version(one, 2), bytes(content) + blake3.blake3(bytes(content)).digest())
     with pytest.raises(NewerFormat, match="version 2"):
         head(backend, RUN)
+
+
+def test_on_files_as_in_memory(tmp_path: Path) -> None:
+    with ObjectStore(f"file://{tmp_path}") as backend:
+        for _ in range(2):
+            published = list(training(backend))
+        check_store(backend, published[-1])
+        assert folders(backend) == {full.folder for full in head(backend, RUN).fulls}
+        with pytest.raises(Superseded):
+            publish(backend, RUN, 1, lambda fulls: ())
 
 
 def test_run_is_put_once() -> None:
@@ -349,7 +363,7 @@ def test_keep_must_be_positive() -> None:
         retained((), 0)
 
 
-def folders(backend: MemoryBackend) -> set[str]:
+def folders(backend: Backend) -> set[str]:
     return {key.rpartition("/")[0] for key in backend.list("full/")}
 
 
@@ -415,6 +429,7 @@ def test_each_deletion_lists_the_incarnations_again() -> None:
         prune(backend, RUN, one, 1)
     assert backend.deleted == 1
     assert steps(head(backend, RUN)) == [30]
+    assert len([key for key in backend.list("full/") if key.endswith("manifest.msgpack")]) == 2, "the manifest goes first"
 
 
 # Crashes.
@@ -449,7 +464,7 @@ class Crashing(MemoryBackend):
         self._write(lambda: delete(key))
 
 
-def training(backend: MemoryBackend) -> Iterator[int]:
+def training(backend: Backend) -> Iterator[int]:
     """One incarnation: restores the head, then eight full checkpoints with pruning; yields the steps published."""
     run = open_run(backend, replace(new_run(), run=RUN)).run
     taken = take_incarnation(backend, run).incarnation
@@ -465,7 +480,7 @@ def training(backend: MemoryBackend) -> Iterator[int]:
         prune(backend, run, taken, 2)
 
 
-def check_store(backend: MemoryBackend, published: int) -> None:
+def check_store(backend: Backend, published: int) -> None:
     """Every listed checkpoint is whole, and nothing that was published is behind the head."""
     found = head(backend, RUN)
     assert found.rejected == ()

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgpack
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-from adacheck.backends.base import Buffer, Parts, Stat
+from adacheck.backends.base import Backend, Buffer, Parts, Stat
 from adacheck.backends.memory import MemoryBackend
+from adacheck.backends.object_store import ObjectStore
 from adacheck.capture.opaque import encode
 from adacheck.digest import digest
 from adacheck.errors import DamagedCut, StateMismatch, UnsupportedTensor
@@ -23,6 +26,7 @@ from adacheck.full_checkpoint import CutId, StateSource, opaque_object, write_fu
 from adacheck.full_reader import WINDOW_BYTES, read_full
 from adacheck.manifests import encoding, keys
 from adacheck.manifests.record import FullEntry, StateSpec, TensorSpec
+from adacheck.safetensors_shard import header_bytes, places
 from adacheck.states import State, segment_ranges, tensor_bytes, tensor_spec
 
 CUT = CutId("run-a", 1, 3, 1000)
@@ -76,7 +80,7 @@ def odd_dtypes() -> list[State]:
     return states
 
 
-def write(backend: MemoryBackend, states: list[State], **changed: object) -> FullEntry:
+def write(backend: Backend, states: list[State], **changed: object) -> FullEntry:
     opaque = [("rng", encode("rng", {"seed": (1, 2)})), ("extra.loader", b""), ("extra.epoch", encode("e", "4" * 40))]
     return write_full(backend, CUT, [source(held) for held in states], opaque, **changed)  # type: ignore[arg-type]
 
@@ -122,6 +126,10 @@ def test_safetensors_itself_reads_every_shard_aligned(tmp_path: Path) -> None:
     entry = write(backend, states)
     manifest = read_full(backend, entry).manifest
     assert [shard.name for shard in manifest.shards] == ["shard-00001-of-00001.safetensors"]
+    key = f"{entry.folder}/{manifest.shards[0].name}"
+    found = places(backend.get(key, (0, header_bytes(backend.get(key, (0, 8))))))
+    for held in manifest.shards[0].tensors:
+        assert found[held.key].start % min(states[held.state].tensors[held.tensor].dtype.itemsize, 8) == 0, held.key
     path = tmp_path / "shard.safetensors"
     path.write_bytes(backend.get(f"{entry.folder}/{manifest.shards[0].name}"))
     with safe_open(path, "pt") as file:
@@ -158,18 +166,17 @@ print("equal", len(expected))
 """
 
 
-def on_disk(backend: MemoryBackend, entry: FullEntry, folder: Path) -> Path:
-    for key in backend.list(entry.folder):
-        path = folder / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(backend.get(key))
-    return folder / entry.folder
+def on_disk(folder: Path) -> ObjectStore:
+    return ObjectStore(f"file://{folder}")
 
 
 @pytest.mark.parametrize("shard_bytes", [50_000, 256 << 20])
 def test_stock_pytorch_loads_every_tensor(tmp_path: Path, shard_bytes: int) -> None:
-    backend, states = MemoryBackend(), model() + [replace_number(held, 7 + at) for at, held in enumerate(odd_dtypes())]
-    folder = on_disk(backend, write(backend, states, shard_bytes=shard_bytes), tmp_path)
+    states = model() + [replace_number(held, 7 + at) for at, held in enumerate(odd_dtypes())]
+    with on_disk(tmp_path / "store") as backend:
+        entry = write(backend, states, shard_bytes=shard_bytes)
+        read_all(backend, entry)
+    folder = tmp_path / "store" / entry.folder
     expected = {}
     for held in states:
         for name, tensor in held.tensors.items():
@@ -196,17 +203,15 @@ def test_chunks_of_one_tensor_tile_it_for_stock_readers_too(tmp_path: Path) -> N
     whole = torch.arange(30, dtype=torch.float32).reshape(10, 3)
     # The third has no rows and the offset of the fourth: in a file it would shadow it.
     states = [chunk(0, (0, 4), whole), chunk(1, (4, 5), whole), chunk(2, (5, 5), whole), chunk(3, (5, 10), whole)]
-    backend = MemoryBackend()
-    entry = write(backend, states)
-    reader = read_full(backend, entry)
-    for at, held in enumerate(states):
-        equal(held, reader.state(at))
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-
+    with on_disk(tmp_path) as backend:
+        entry = write(backend, states)
+        reader = read_full(backend, entry)
+        for at, held in enumerate(states):
+            equal(held, reader.state(at))
     loaded = {"model.w": torch.zeros(10, 3)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch remarks that torch.distributed is not initialised
-        load(loaded, storage_reader=HuggingFaceStorageReader(on_disk(backend, entry, tmp_path)), no_dist=True)
+        load(loaded, storage_reader=HuggingFaceStorageReader(str(tmp_path / entry.folder)), no_dist=True)
     assert torch.equal(loaded["model.w"], whole)
 
 
@@ -243,7 +248,7 @@ def test_finite_is_about_parameters_only() -> None:
             assert not write(MemoryBackend(), [state(0, "w", {"param": parameter})]).finite
 
 
-def read_all(backend: MemoryBackend, entry: FullEntry) -> None:
+def read_all(backend: Backend, entry: FullEntry) -> None:
     reader = read_full(backend, entry)
     for at in range(len(reader.manifest.states)):
         reader.state(at)
@@ -296,7 +301,7 @@ def test_a_flip_of_any_header_byte_never_gives_other_tensors() -> None:
                 assert key in str(error)
 
 
-def rewritten(backend: MemoryBackend, entry: FullEntry, **changed: object) -> FullEntry:
+def rewritten(backend: Backend, entry: FullEntry, **changed: object) -> FullEntry:
     """The entry with a consistent manifest that says something else."""
     manifest = replace(read_full(backend, entry).manifest, **changed)  # type: ignore[arg-type]
     content = encoding.encode(manifest)
@@ -402,8 +407,6 @@ def test_read_into_a_strided_tensor_and_a_wrong_one() -> None:
 
 
 def test_opaque_object_is_one_msgpack_map() -> None:
-    import msgpack
-
     content, segments = opaque_object([("a", b"xyz"), ("b", b"")])
     assert msgpack.unpackb(content) == {"a": b"xyz", "b": b""}
     assert [content[segment.start : segment.stop] for segment in segments] == [b"xyz", b""]
