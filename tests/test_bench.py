@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from typer.testing import CliRunner
 
-from adacheck.tools.bench import cores
+from adacheck.tools.bench import cores, rates
 from adacheck.tools.bench.alone import run_alone
 from adacheck.tools.bench.arms import ARMS, WholeState
 from adacheck.tools.bench.main import SMALL_JOB, app
 from adacheck.tools.bench.paired import block_order, run_paired
+from adacheck.tools.bench.rates import compare, measure_rates
 from adacheck.tools.bench.statistics import median, median_ratio, p99
 from adacheck.tools.training import TrainingJob
 
@@ -126,6 +128,24 @@ def test_placement_puts_background_threads_on_the_other_core() -> None:
     assert os.sched_getaffinity(0) == before
 
 
+def test_rates_stand_beside_what_bounds_them(tmp_path: Path) -> None:
+    found = measure_rates(tmp_path, size_bytes=5 << 20, config=SMALL_JOB.model)
+    assert [result.part for result in found] == ["replay", "digest", "NVMe log"]
+    assert all(result.bare > 0 and result.ratio is None for result in found)
+    assert (tmp_path / "raw").stat().st_size == 5 << 20
+
+
+def test_a_part_that_takes_twice_the_time_has_half_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+
+    def spend(seconds: float) -> None:
+        now_s[0] += seconds
+
+    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    found = compare("part", "clock", "calls/s", 1, lambda: spend(0.02), lambda: spend(0.04))
+    assert (found.bare, found.ours, found.ratio) == pytest.approx((50.0, 25.0, 0.5))
+
+
 def test_cpu_time_goes_to_the_role_that_used_it() -> None:
     def burn() -> None:
         end_s = time.thread_time() + 0.2
@@ -143,7 +163,20 @@ def test_cpu_time_goes_to_the_role_that_used_it() -> None:
 @pytest.mark.slow
 def test_the_command_prints_tables_and_writes_every_figure(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    options = ["--small", "--arm", "none", "--arm", "dcp.async_save", "--alone-steps", "2", "--paired", "torch.save", "--paired-steps", "5"]
+    options = [
+        "--small",
+        "--arm",
+        "none",
+        "--arm",
+        "dcp.async_save",
+        "--alone-steps",
+        "2",
+        "--paired",
+        "torch.save",
+        "--paired-steps",
+        "5",
+        "--no-rates",
+    ]
     done = CliRunner().invoke(app, [*options, "--directory", str(tmp_path), "--json", str(figures)])
     assert done.exit_code == 0, done.output
     assert "ratio" in done.output

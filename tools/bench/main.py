@@ -23,7 +23,8 @@ from rich.console import Console
 from adacheck.tools.bench.alone import AloneResult, run_alone
 from adacheck.tools.bench.arms import ARMS
 from adacheck.tools.bench.paired import PairedResult, run_paired
-from adacheck.tools.bench.report import alone_table, as_json, paired_table
+from adacheck.tools.bench.rates import Comparison, measure_rates
+from adacheck.tools.bench.report import alone_table, as_json, paired_table, rates_table
 from adacheck.tools.byte_gpt import GPTConfig
 from adacheck.tools.training import BENCH_JOB, JobConfig
 
@@ -76,12 +77,19 @@ def measure_alone(arms: list[str], config: JobConfig, steps: int, root: Path, co
     return results
 
 
+def measure_parts(root: Path, console: Console) -> list[Comparison]:
+    """Rates of the single parts."""
+    with console.status("parts"), tempfile.TemporaryDirectory(dir=root) as folder:
+        return in_fresh_process(measure_rates, Path(folder))
+
+
 @app.command()
 def bench(
     arm: Annotated[list[str] | None, typer.Option(help="Measure only this arm; may be given again.")] = None,
     paired: Annotated[list[str] | None, typer.Option(help="Arm to compare with none in pairs; may be given again.")] = None,
     paired_steps: Annotated[int, typer.Option(help="Steps of each side of a pair, in blocks of 5; 0 leaves pairs out.")] = 20,
     alone_steps: Annotated[int, typer.Option(help="Steps of each arm alone; 0 leaves this out.")] = 8,
+    rates: Annotated[bool, typer.Option(help="Measure replay, digest and log by themselves.")] = True,
     directory: Annotated[Path | None, typer.Option(help="Where to write checkpoints: a disk worth measuring.")] = None,
     small: Annotated[bool, typer.Option(help="A tiny model, to see that everything runs.")] = False,
     json: Annotated[Path | None, typer.Option(help="Also write all figures to this file.")] = None,
@@ -99,9 +107,12 @@ def bench(
     alone = measure_alone(arm or list(ARMS), config, alone_steps, root, console) if alone_steps else []
     if alone:
         console.print(alone_table(alone))
+    measured_rates = measure_parts(root, console) if rates else []
+    if measured_rates:
+        console.print(rates_table(measured_rates))
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
     if json:
-        json.write_text(as_json(machine(), pairs, alone))
+        json.write_text(as_json(machine(), pairs, alone, measured_rates))
 
 
 PAIRED = ["adacheck"] if "adacheck" in ARMS else ["dcp.async_save"]

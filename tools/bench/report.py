@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from rich.table import Table
 
 from adacheck.tools.bench.alone import AloneResult
 from adacheck.tools.bench.paired import PairedResult
+from adacheck.tools.bench.rates import Comparison
 
 
 def paired_table(results: Sequence[PairedResult]) -> Table:
@@ -47,14 +49,25 @@ def alone_table(results: Sequence[AloneResult]) -> Table:
     return table
 
 
-def as_json(machine: dict[str, str], paired: Sequence[PairedResult], alone: Sequence[AloneResult]) -> str:
+def rates_table(results: Sequence[Comparison]) -> Table:
+    """Parts beside the bare operations that bound them."""
+    table = Table(title="Parts beside the bare operation that bounds each, one thread, in turns")
+    _add_columns(table, "part", "bare operation", "bare", "ours", "ratio", "unit")
+    for result in results:
+        ours = ["", ""] if result.ours is None or result.ratio is None else [f"{result.ours:,.1f}", f"{result.ratio:.2f}"]
+        table.add_row(result.part, result.bare_operation, f"{result.bare:,.1f}", *ours, result.unit)
+    return table
+
+
+def as_json(machine: dict[str, str], paired: Sequence[PairedResult], alone: Sequence[AloneResult], rates: Sequence[Comparison]) -> str:
     """Everything that was measured, every single step time included."""
-    return json.dumps({"machine": machine, "paired": [asdict(r) for r in paired], "alone": [asdict(r) for r in alone]}, indent=2)
+    parts: dict[str, Sequence[Any]] = {"paired": paired, "alone": alone, "rates": rates}
+    return json.dumps({"machine": machine} | {name: [asdict(result) for result in part] for name, part in parts.items()}, indent=2)
 
 
 def _add_columns(table: Table, *names: str) -> None:
     for name in names:
-        table.add_column(name.replace("|", "\n"), justify="left" if name in ("arm", "cores") else "right")
+        table.add_column(name.replace("|", "\n"), justify="left" if name in ("arm", "cores", "part", "bare operation", "unit") else "right")
 
 
 def _mean_apart(blocks: Sequence[dict[str, float]]) -> str:
