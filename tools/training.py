@@ -6,7 +6,7 @@ It knows nothing of checkpoints. From a seed it computes the same bits in every 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ Precision = Literal["autocast", "bf16"]
 
 @dataclass(frozen=True, slots=True)
 class JobConfig:
-    """Everything that decides the job's bits. A step trains `batch * model.context` tokens."""
+    """Everything that decides the job's bits; `dataclasses.replace` makes variants. A step trains `batch * model.context` tokens."""
 
     model: GPTConfig
     batch: int
@@ -82,8 +82,3 @@ class TrainingJob:
         self.optimizer.step()
         self.scheduler.step()
         return float(loss.detach())
-
-
-def with_steps(config: JobConfig, total_steps: int) -> JobConfig:
-    """The same job with another length, and so another schedule."""
-    return replace(config, total_steps=total_steps)
