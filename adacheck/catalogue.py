@@ -122,7 +122,8 @@ def publish(backend: Backend, run: str, incarnation: int, change: Callable[[Full
     """Put the next version: what `change` makes of the live checkpoints of the head.
 
     `change` is pure and idempotent: it is applied again to the new head after a lost race, also to one that this very put has won
-    though its answer was lost. If it changes nothing in a head of this incarnation, that head is returned and nothing is written. All objects of a checkpoint it adds must be in the store.
+    though its answer was lost. If it changes nothing in a head of this incarnation, that head is returned and nothing is written.
+    All objects of a checkpoint it adds must be in the store.
 
     Raises:
         Superseded: a later incarnation has started; nothing was written.

@@ -352,8 +352,7 @@ def test_retention_keeps_the_newest_the_newest_proven_and_the_last_finite(fulls:
     kept = retained(fulls, keep)
     ordered = in_order(fulls)
     assert set(ordered[-keep:]) <= set(kept) <= set(fulls) and len(kept) <= keep + 2
-    for wanted in (lambda full: full.status == "proven", lambda full: full.finite):
-        matching = [full for full in ordered if wanted(full)]
+    for matching in ([full for full in ordered if full.status == "proven"], [full for full in ordered if full.finite]):
         assert not matching or matching[-1] in kept
     assert retained(kept, keep) == kept
 

@@ -14,9 +14,10 @@ import msgpack
 import pytest
 import torch
 from safetensors import safe_open
-from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
-from adacheck.backends.base import Backend, Buffer, Parts, Stat
+from adacheck.backends.base import Backend, Buffer, Parts, Stat, each_part
 from adacheck.backends.memory import MemoryBackend
 from adacheck.backends.object_store import ObjectStore
 from adacheck.capture.opaque import encode
@@ -314,7 +315,7 @@ def test_a_manifest_whose_shards_do_not_hold_everything_is_refused() -> None:
     entry = write(backend, model(), shard_bytes=100_000)
     manifest = read_full(backend, entry).manifest
     first, second, *rest = manifest.shards
-    cases = {
+    cases: dict[str, dict[str, object]] = {
         "in no shard": {"shards": (second, *rest)},
         "listed twice": {"shards": (first, replace(second, tensors=(*second.tensors, *first.tensors)), *rest)},
         "is not tensor": {"shards": (replace(first, tensors=(replace(first.tensors[0], state=1), *first.tensors[1:])), second, *rest)},
@@ -431,7 +432,7 @@ class Discarding(MemoryBackend):
 
     def put(self, key: str, parts: Parts, *, exclusive: bool = False):  # type: ignore[no-untyped-def]
         size = 0
-        for part in (parts,) if isinstance(parts, bytes) else parts:
+        for part in each_part(parts):
             size += len(part)
             self.peak = max(self.peak, rss_bytes())
         self._sizes = getattr(self, "_sizes", {}) | {key: size}

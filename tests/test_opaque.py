@@ -32,7 +32,7 @@ def same(left: Any, right: Any) -> bool:
         bits = left.contiguous().reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
         return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*bits)
     if isinstance(left, (numpy.ndarray, numpy.generic)):
-        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+        return bool(left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes())
     if isinstance(left, float):
         return struct.pack("<d", left) == struct.pack("<d", right)
     if isinstance(left, complex):
