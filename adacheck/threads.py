@@ -1,7 +1,8 @@
 """Intra-op threads and denormal mode of the *calling* thread, set without touching any other thread's.
 
 Both belong to the kernel of an optimizer step. `torch.set_num_threads` would also set the count that threads started later take
-over, so a keeper thread that used it would slow down the trainer; OpenMP's own call sets the calling thread's count alone.
+over, so a keeper thread that used it would slow down the trainer. OpenMP's own call sets the calling thread's count alone, and so
+does MKL's, which square roots go through.
 """
 
 from __future__ import annotations
@@ -20,35 +21,37 @@ _SMALLEST_NORMAL = sys.float_info.min
 
 
 @cache
-def _openmp() -> Callable[[int], None] | None:
-    """`omp_set_num_threads` of the OpenMP library that torch has loaded, or `None` where there is none to be found."""
-    library_folder = Path(torch.__file__).parent / "lib"
-    mapped = Path("/proc/self/maps").read_text().split() if sys.platform == "linux" else []
-    candidates = [word for word in mapped if "omp" in word.rpartition("/")[2] and word.startswith("/")]
-    candidates += [str(path) for pattern in ("libgomp*", "libiomp*", "libomp*") for path in library_folder.glob(pattern)]
-    for candidate in dict.fromkeys(candidates):
+def _library_calls() -> tuple[Callable[[int], object], ...] | None:
+    """OpenMP's and (where torch has it) MKL's calls that set the calling thread's count; `None` where torch's OpenMP is not found.
+
+    The process's own symbols come first: an OpenMP that was preloaded is the one torch uses.
+    """
+    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    for name in (None, str(torch_library)):
         try:
-            function = ctypes.CDLL(candidate).omp_set_num_threads
+            library = ctypes.CDLL(name)
+            openmp = library.omp_set_num_threads
         except (OSError, AttributeError):
             continue
-        if _is_torchs(function):
-            return lambda count: function(count)
+        if _is_torchs(openmp):
+            mkl = getattr(ctypes.CDLL(str(torch_library)), "MKL_Set_Num_Threads_Local", None)
+            return (openmp,) if mkl is None else (openmp, mkl)
     return None
 
 
-def _is_torchs(function: Callable[[int], object]) -> bool:
+def _is_torchs(openmp: Callable[[int], object]) -> bool:
     """Whether this OpenMP is the one whose thread count torch goes by; tried on a thread of its own."""
-    seen: list[int] = []
+    seen: list[bool] = []
 
     def probe() -> None:
         wanted = torch.get_num_threads() + 1
-        function(wanted)
-        seen.append(int(torch.get_num_threads() == wanted))
+        openmp(wanted)
+        seen.append(torch.get_num_threads() == wanted)
 
     thread = threading.Thread(target=probe, name="adacheck-openmp-probe")
     thread.start()
     thread.join()
-    return seen == [1]
+    return seen == [True]
 
 
 def set_threads(count: int) -> None:
@@ -56,9 +59,10 @@ def set_threads(count: int) -> None:
     before = torch.get_num_threads()  # also makes torch set this thread up, which would undo an earlier setting
     if before == count:
         return
-    setter = _openmp()
-    if setter is not None:
-        setter(count)
+    calls = _library_calls()
+    if calls is not None:
+        for call in calls:
+            call(count)
         return
     torch.set_num_threads(count)
     # Threads to come take over what was set last: put that back from a thread that ends at once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,7 +73,8 @@ def test_one_drift_asks_for_new_proof_and_repeated_drift_denies_under_every_kern
 def changed(kernel: Kernel, name: str) -> Kernel:
     value = getattr(kernel, name)
     new = (not value) if isinstance(value, bool) else value + 1 if isinstance(value, int) else ("x=1",) if isinstance(value, tuple) else "x"
-    return replace(kernel, **{name: new})
+    fields_changed: dict[str, Any] = {name: new}
+    return replace(kernel, **fields_changed)
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Kernel)])

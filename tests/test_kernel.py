@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
 
-from adacheck.kernel import CLASSES, certificate_key, environment, kernel_of, kernel_of_group, refusal, replayable
+from adacheck.kernel import CLASSES, certificate_key, environment, kernel_of, refusal, replayable
 from adacheck.threads import arithmetic
 
 FUNCTIONS = {
@@ -69,14 +69,15 @@ def test_the_implementation_is_the_one_that_runs(kind: Any, choice: dict[str, An
 
 
 def test_groups_of_one_optimizer_have_kernels_of_their_own() -> None:
-    groups = [{"params": [parameter()]}, {"params": [parameter()], "amsgrad": True, "foreach": True, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter()]},
+        {"params": [parameter()], "amsgrad": True, "foreach": True, "weight_decay": 0.0},
+    ]
     optimizer = AdamW(groups)
     first, second = (kernel_of(optimizer, group) for group in optimizer.param_groups)
     assert (first.implementation, second.implementation) == ("loop", "foreach")
     assert "amsgrad=False" in first.flags and "amsgrad=True" in second.flags
     assert "weight_decay=nonzero" in first.flags and "weight_decay=zero" in second.flags
-    assert kernel_of_group(first, optimizer.param_groups[1]) == second
-    assert kernel_of_group(second, optimizer.param_groups[0]) == first
 
 
 def test_a_kernel_says_class_switches_and_environment() -> None:
@@ -89,6 +90,20 @@ def test_a_kernel_says_class_switches_and_environment() -> None:
     assert (kernel.device, kernel.threads, kernel.flush_denormal) == ("cpu", here.threads + 1, True)
     assert torch.__version__ in kernel.torch_build
     assert (kernel.torch_build, kernel.cpu_capability) == (here.torch_build, here.cpu_capability)
+
+
+@pytest.mark.parametrize(("dtype", "mixed"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_a_group_whose_foreach_step_runs_other_code_has_a_kernel_of_its_own(dtype: torch.dtype, mixed: bool) -> None:
+    old, new = parameter(dtype), parameter(dtype)
+    optimizer = SGD([old, new], momentum=0.9, foreach=True)
+    usual = kernel_of(optimizer, optimizer.param_groups[0])
+    new.grad = None
+    optimizer.step()
+    assert kernel_of(optimizer, optimizer.param_groups[0]) == usual
+    new.grad = torch.ones_like(new)
+    assert ("mixed=True" in kernel_of(optimizer, optimizer.param_groups[0]).flags) == mixed
+    optimizer.step()
+    assert kernel_of(optimizer, optimizer.param_groups[0]) == usual
 
 
 def test_optimizers_without_a_known_rule_say_default() -> None:
@@ -117,11 +132,18 @@ def test_what_cannot_be_set_is_refused_naming_both_sides() -> None:
     kernel, here = kernel_of(optimizer, optimizer.param_groups[0]), environment()
     assert refusal(kernel, here) is None
     assert refusal(replace(kernel, threads=77, flush_denormal=True), here) is None
-    for change in ({"torch_build": "1.0"}, {"cpu_capability": "VSX"}, {"device": "cuda"}, {"optimizer_class": "os.system"}):
+    changes: list[dict[str, Any]] = [
+        {"torch_build": "1.0"},
+        {"cpu_capability": "VSX"},
+        {"device": "cuda"},
+        {"optimizer_class": "os.system"},
+    ]
+    for change in changes:
         reason = refusal(replace(kernel, **change), here)
         assert reason is not None and next(iter(change.values())) in reason
     for name in ("torch_build", "cpu_capability"):
-        reason = refusal(replace(kernel, **{name: "other"}), here)
+        other: dict[str, Any] = {name: "other"}
+        reason = refusal(replace(kernel, **other), here)
         assert reason is not None and getattr(here, name) in reason
 
 

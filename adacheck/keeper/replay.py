@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from adacheck.capture import opaque
 from adacheck.errors import ReplayRefused
-from adacheck.kernel import CLASSES, environment, implementation_of, refusal
+from adacheck.kernel import CLASSES, WIDE, environment, implementation_of, refusal
 from adacheck.manifests.record import Kernel, StateSpec
 from adacheck.states import State, tensor_spec
 from adacheck.threads import arithmetic
@@ -26,7 +26,6 @@ BATCH_BYTES = 8 << 20
 """Gradient bytes to replay at a time: what was just widened is then still in the cache when the step reads it (measured best)."""
 
 _ALIGN = 64
-_WIDE = (torch.float32, torch.float64)
 _T = TypeVar("_T")
 
 
@@ -143,7 +142,7 @@ def replay_threads(recorded: int, implementation: str, parameter: torch.dtype) -
 
     Loop and foreach kernels below fp32 round differently in the last vector of each thread's part, so there the count matters.
     """
-    return 1 if implementation == "fused" or parameter in _WIDE else recorded
+    return 1 if implementation == "fused" or parameter in WIDE else recorded
 
 
 def spec_of(spec: StateSpec, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> StateSpec:

@@ -42,7 +42,7 @@ class Rates:
 
 
 def gpt_shapes(layers: int = 12, width: int = 576, vocabulary: int = 8192, context: int = 1024) -> list[tuple[int, ...]]:
-    """Shapes of a GPT's parameters, about 52.9 million in 148 tensors with the defaults."""
+    """Shapes of a GPT's parameters, about 53.2 million in 148 tensors with the defaults."""
     block: list[tuple[int, ...]] = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
     block += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
     return [(vocabulary, width), (context, width), *(block * layers), (width,), (width,)]
