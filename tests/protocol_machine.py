@@ -124,14 +124,14 @@ class Cluster(Restoring):
 
     def learn(self) -> None:
         chain = self.random.randrange(self.chains)
-        for step in range(self.begun + self.progress[chain].rounds + 1, self.step[chain] + 1):
+        for step in range(self.learned[chain] + 1, self.step[chain] + 1):
             now, values = self.progress[chain], self.rounds[step]
             if len(values) < self.chains or self.random.random() < 0.2:
                 return
             reduced = [min(column) for column in zip(*values.values(), strict=True)]
             after = trainer.after_round(now, reduced)
             assert after.committed >= now.committed and after.durable >= now.durable, "a watermark went back"
-            self.progress[chain] = after
+            self.progress[chain], self.learned[chain] = after, step
             self.promise(after)
 
     def fail_round(self) -> None:

@@ -89,13 +89,17 @@ class Restoring:
     def start(self, done: Restore) -> None:
         """Training begins at the cut: what was restored is what the trainers have."""
         cut = max(done.cut, 0)
-        self.incarnation, self.begun, self.step = done.incarnation, cut, [cut] * self.chains
+        self.incarnation, self.step = done.incarnation, [cut] * self.chains
         self.rounds: dict[int, dict[int, tuple[int, ...]]] = {}
         self.live = [dict(values) for values in done.values]
-        self.committed, self.progress = cut, []
+        self.learned, self.progress = [cut] * self.chains, []
         for places in self.places:
             mine = {name: (p.kind, p.copy) for name, p in places.items() if p.copy.incarnation == self.incarnation}
             self.progress.append(trainer.begin(cut, mine, self.published))
+        if self.random.random() < 0.7:  # the round that ends the restore; else a later one takes its place
+            reduced = [min(column) for column in zip(*map(trainer.vector, self.progress), strict=True)]
+            self.progress = [trainer.after_round(now, reduced) for now in self.progress]
+            self.promise(self.progress[0])
 
     def record(self, under_way: Restore) -> None:
         """The fork record is written: from now on the cut's bytes are those that were read, and no promise is above it."""
@@ -263,18 +267,16 @@ class Restoring:
         place, others = self.places[chain].get(name), list(self.places[chain].values())
         answer = bring_in(place.copy, to.incarnation, to.cut, to.forks) if place else None
         if place is not None and isinstance(answer, Copy):
-            place.copy, place.hold, place.committed, place.durable = answer, None, to.cut, NO_CUT
+            place.copy, place.hold, place.durable = answer, None, NO_CUT
+            place.committed = min(place.committed, to.cut)
             place.forget_above(answer.top)
             for step in range(answer.top + 1, to.cut + 1):
                 found = [p.log[step] for p in others if step in p.log and to.cut in reach(p.copy, to.forks)]
                 if not found or place.stopped:
                     break
                 place.take(to.incarnation, step, found[0])
-            if place.kind is Kind.MEMORY and place.copy.top == to.cut:
-                place.apply(to.cut)
-                place.proof = resume(place.proof, to.cut) if place.proof else None
-            else:
-                place.proof = None
+            lags = place.copy.top < to.cut
+            place.proof = None if place.proof is None or lags else resume(place.proof, to.cut)
             return
         if (isinstance(answer, Refused) and answer.fenced) or (place is None and self.random.random() < 0.1):
             return  # superseded; or the host does not come back
@@ -284,7 +286,7 @@ class Restoring:
             copy = rebuilt(to.incarnation, to.incarnation, cut, to.values[chain])
             states = dict.fromkeys(to.values[chain], TENSORS)
             proof = begin_proof(cut, states, unproven=not to.proven) if kind is Kind.MEMORY else None
-            self.places[chain][name] = Place(kind, copy, dict(to.values[chain]), proof=proof, committed=cut)
+            self.places[chain][name] = Place(kind, copy, dict(to.values[chain]), proof=proof)
 
     def go_on(self, stalled: Restore) -> None:
         """A restore that was overtaken goes on: it may not lose anything any more."""

@@ -36,10 +36,11 @@ class Progress:
     """Watermarks of one rank; every one of them only grows.
 
     Attributes:
+        cut: the step this incarnation started from.
         copies: name -> member, of this rank's chain.
         acked: newest step that every configured copy holds.
         synced, synced_floor: newest step on this chain's NVMe, and the lowest that can be restored there; -1 without NVMe.
-        committed: the least acked step over all chains, as far as this rank has learned.
+        committed: the least acked step over all chains, as far as this rank has learned; -1 before the first round.
         durable: the least synced step over all chains, or the newest published full checkpoint if that is higher; -1: none yet.
         published: step of the newest full checkpoint known to be published on the live lineage; -1 for none.
         error: highest error code any rank reported; 0 for none.
@@ -47,6 +48,7 @@ class Progress:
         ended: a round failed: nothing is committed any more in this incarnation.
     """
 
+    cut: int
     copies: Mapping[str, Member]
     acked: int
     synced: int
@@ -62,21 +64,23 @@ class Progress:
 def begin(cut: int, copies: Mapping[str, tuple[Kind, Copy]], published: int = NO_CUT) -> Progress:
     """Progress of an incarnation that starts from `cut`. `copies` are those brought in; one that lags behind the cut is lost for now.
 
-    Nothing is durable yet but a published full checkpoint: that the NVMe copies of *all* chains are in only the first round tells.
+    Nothing is committed before the first round, which ends the restore on every rank: only then no rank still has to bring in a
+    copy that reaches less than the cut, so only then may the others apply up to it. And nothing is durable but a published full
+    checkpoint.
     """
     members = {
         name: Member(kind, copy.top, copy.floor, Standing.CONFIGURED if copy.top >= cut else Standing.LOST)
         for name, (kind, copy) in copies.items()
     }
-    return _settle(Progress(members, cut, NO_CUT, NO_CUT, cut, published, published))
+    return _settle(Progress(cut, members, cut, NO_CUT, NO_CUT, NO_CUT, published, published))
 
 
 def acknowledge(progress: Progress, name: str, kind: Kind, step: int, floor: int) -> Progress:
-    """A copy acked `step`. A lost or new copy joins once it reaches the committed step, and is configured once it has all that
+    """A copy acked `step`. A lost or new copy joins once it reaches the committed step (and the cut), and is configured once it has all that
     was acked: what this rank has advertised may be committed already, and every configured copy must have it."""
     old = progress.copies.get(name, Member(kind, step, floor, Standing.LOST))
     member = replace(old, acked=max(old.acked, step), floor=max(old.floor, floor))
-    if member.standing is Standing.LOST and member.acked >= progress.committed:
+    if member.standing is Standing.LOST and member.acked >= max(progress.committed, progress.cut):
         member = replace(member, standing=Standing.JOINING)
     return _settle(replace(progress, copies={**progress.copies, name: member}))
 

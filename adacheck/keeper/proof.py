@@ -65,6 +65,7 @@ class Proof:
         unproven: disjoint intervals (first, last) of steps, in order, that can never be proven.
         drifts: what was found different.
         since: the unproven cut that this lineage started from, 0 if unbroken: a later cut is proven since then only.
+        restored: cuts the trainer was restored from that the shadow has not reached yet.
     """
 
     begin: int
@@ -73,6 +74,7 @@ class Proof:
     unproven: tuple[tuple[int, int], ...] = ()
     drifts: tuple[Drift, ...] = ()
     since: int = 0
+    restored: tuple[int, ...] = ()
 
 
 def begin_proof(step: int, states: Mapping[int, Tensors], *, unproven: bool = False, since: int = 0) -> Proof:
@@ -99,6 +101,9 @@ def observe(
         compared: refreshes of this step and how they came out; those of a state that is in `whole` say nothing and are ignored.
         removed: states that ended with this step.
     """
+    for cut in proof.restored:
+        if cut < step:
+            proof = _restart(proof, cut)
     whole = whole or {}
     spans, unproven, drifts = dict(proof.spans), proof.unproven, list(proof.drifts)
     for state in {*whole, *removed}:
@@ -123,8 +128,14 @@ def observe(
 
 
 def resume(proof: Proof, cut: int) -> Proof:
-    """The trainer was restored from `cut` while this keeper lived on: what is not decided by now never will be, and from here on
-    the trainer's bytes are the shadow's."""
+    """The trainer was restored from `cut` while this keeper lived on: what the increments up to the cut do not decide never will
+    be, and from the cut on the trainer's bytes are the shadow's. The shadow may still be behind the cut."""
+    proof = replace(proof, restored=(*(earlier for earlier in proof.restored if earlier < cut), cut))
+    return _restart(proof, cut) if proof.step >= cut else proof
+
+
+def _restart(proof: Proof, cut: int) -> Proof:
+    """The proof when the shadow is at a cut that the trainer was restored from."""
     unproven = proof.unproven
     for spans in proof.spans.values():
         unproven = _undecided(unproven, spans, cut)
@@ -135,7 +146,8 @@ def resume(proof: Proof, cut: int) -> Proof:
     unproven = tuple((first, min(last, cut)) for first, last in unproven if first <= cut)
     since = cut if _inside(unproven, cut) else proof.since
     spans_now = {state: tuple(replace(span, seen=cut) for span in spans) for state, spans in proof.spans.items()}
-    return replace(proof, step=cut, spans=spans_now, unproven=unproven, drifts=closed, since=since)
+    later = tuple(other for other in proof.restored if other > cut)
+    return replace(proof, step=cut, spans=spans_now, unproven=unproven, drifts=closed, since=since, restored=later)
 
 
 def verdict(proof: Proof, step: int) -> Verdict:

@@ -87,16 +87,8 @@ def rebuilt(incarnation: int, fence: int, step: int, states: Iterable[int]) -> C
 
 
 def recovered(incarnation: int, fence: int, bases: Mapping[int, int], held: Mapping[int, Held], *, floor: int = 0) -> Copy:
-    """The copy that a scan of an NVMe log found. `floor` is only needed for a chain without any state.
-
-    A state that ended in a held increment and has no base below it was retired: cuts before its end cannot be had any more.
-    """
-    born: set[int] = set(bases)
-    floor = max([floor, *bases.values()])
-    for step in sorted(held):
-        if held[step].removed - born:
-            floor = max(floor, step)
-        born |= held[step].whole
+    """The copy that a scan of an NVMe log found. `floor` is only for a log without any base, whose chain lost all its states."""
+    floor = max(bases.values(), default=floor)
     copy = Copy(incarnation, fence, dict(bases), floor, dict(held), 0)
     return replace(copy, top=_contiguous(copy.held, copy.least_base))
 
@@ -167,7 +159,7 @@ def may_replace_base(copy: Copy, state: int, at_step: int, *, committed: int, du
 
     Above the durable step it may not: another chain may have nothing newer than that on NVMe.
     """
-    return copy.bases.get(state, -1) < at_step <= min(committed, durable, copy.top)
+    return copy.bases.get(state, copy.least_base - 1) < at_step <= min(committed, durable, copy.top)
 
 
 def rebase(copy: Copy, state: int, step: int) -> Copy:
@@ -176,10 +168,14 @@ def rebase(copy: Copy, state: int, step: int) -> Copy:
 
 
 def retirable(copy: Copy, *, committed: int, durable: int) -> tuple[tuple[int, int], ...]:
-    """(state, step) of the bases on NVMe that no promised cut needs any more, because the state ended at that step."""
-    limit = min(committed, durable, copy.top)
-    ends = [(state, step) for step, increment in copy.held.items() if step <= limit for state in increment.removed]
-    return tuple((state, step) for state, step in sorted(ends) if copy.bases.get(state, step) < step)
+    """(state, step) of the bases on NVMe that no promised cut needs any more, because the state ended at that step.
+
+    Only once all other states have bases from there on: so the floor can always be read off the bases that are left.
+    """
+    ended = {state: step for step in sorted(copy.held) for state in copy.held[step].removed if copy.bases.get(state, step) < step}
+    others = [at for state, at in copy.bases.items() if state not in ended]
+    limit = min([committed, durable, copy.top, *others, *_births(copy)])
+    return tuple((state, step) for state, step in sorted(ended.items()) if step <= limit)
 
 
 def retire(copy: Copy, state: int, step: int) -> Copy:
@@ -191,8 +187,7 @@ def retire(copy: Copy, state: int, step: int) -> Copy:
 def prune(copy: Copy) -> tuple[Copy, tuple[int, ...]]:
     """Drop the increments *below* the least base; also names them, oldest first. The one at the least base stays: it has the
     opaque state of that cut. An increment in which a state was born that has no base yet stays too, with all after it."""
-    births = [step for step, increment in copy.held.items() if increment.whole - copy.bases.keys()]
-    keep = min([copy.least_base, *births])
+    keep = min([copy.least_base, *_births(copy)])
     dropped = tuple(sorted(step for step in copy.held if step < keep))
     if not dropped:
         return copy, ()
@@ -223,6 +218,11 @@ def _refusal(copy: Copy, incarnation: int) -> Refused | None:
     if incarnation < copy.fence:
         return Refused(f"incarnation {incarnation} was superseded by {copy.fence}: stop writing", True)
     return None
+
+
+def _births(copy: Copy) -> list[int]:
+    """Steps in which states that have no base yet were shipped whole."""
+    return [step for step, increment in copy.held.items() if increment.whole - copy.bases.keys()]
 
 
 def _contiguous(held: Mapping[int, Held], top: int) -> int:
