@@ -42,7 +42,11 @@ class NoCut(AdacheckError):
 
 
 class DamagedCut(AdacheckError):
-    """The bytes of a cut do not match their digests, and no other copy has good ones."""
+    """The bytes of a cut do not match their digests. `step`: the increment that holds them, `None` where it is not one's."""
+
+    def __init__(self, message: str, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class ReplayRefused(AdacheckError):

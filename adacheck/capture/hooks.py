@@ -7,21 +7,24 @@ watch what the optimizer itself changed. Everything here runs in the trainer's t
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from adacheck.capture import opaque
+from adacheck.capture.blocks import PoolEmpty
 from adacheck.capture.clip import ClipCoefficients
 from adacheck.capture.inventory import Inventory, LiveState
 from adacheck.capture.pieces import PieceWriter
 from adacheck.capture.quiet import QuietOptimizers
 from adacheck.capture.watch import Watch
-from adacheck.kernel import certificate_key, kernel_of, replayable
 from adacheck.keeper.certify import Certifier
 from adacheck.keeper.submission import Draft, DraftGradient, DraftValue
+from adacheck.kernel import certificate_key, kernel_of, replayable
 from adacheck.manifests.record import Event, Group, Kernel
 from adacheck.states import dtype_name
 
@@ -46,27 +49,32 @@ class _Step:
 class Capture:
     """Hooks on the attached optimizers, from `install` to `remove`.
 
-    `verdicts` returns the keeper's present `Certifier`; `writer` copies ranges into blocks and submits them.
+    `verdicts` returns the keeper's present `Certifier`; `writer` copies ranges into blocks and submits them; `failed` is told
+    when no block came in time: capture is suspended then, and the optimizer goes on.
     """
 
-    def __init__(self, inventory: Inventory, writer: PieceWriter, verdicts: Callable[[], Certifier]) -> None:
+    def __init__(
+        self, inventory: Inventory, writer: PieceWriter, verdicts: Callable[[], Certifier], failed: Callable[[PoolEmpty], None]
+    ) -> None:
         self.inventory = inventory
         self.known: set[int] = set()
         """States the chain has a complete value of; others go whole."""
-        self._writer, self._verdicts = writer, verdicts
+        self._writer, self._verdicts, self._failed = writer, verdicts, failed
         self._clip, self._watch, self._quiet = ClipCoefficients(), Watch(), QuietOptimizers()
         self._step, self._signature = _Step(), inventory.signature()
         self._handles: list[tuple[torch.optim.Optimizer, Any, Any]] = []
         self._depth: dict[str, int] = {}
         self._said: set[str] = set()
+        self._blocked_s = 0.0
         self.suspended = False
+        """Hooks do nothing: the keeper has failed, or state is being written by a restore."""
 
     def install(self) -> None:
         """Hook every optimizer; from here on the watch knows what every tensor looks like."""
         self._clip.install()
         for name, optimizer in self.inventory.optimizers.items():
-            pre = optimizer.register_step_pre_hook(lambda o, args, kwargs, name=name: self._before_step(name, o, args, kwargs))
-            post = optimizer.register_step_post_hook(lambda o, args, kwargs, name=name: self._after_step(name))
+            pre = optimizer.register_step_pre_hook(partial(self._timed, self._before_step, name))
+            post = optimizer.register_step_post_hook(partial(self._timed, self._after_step, name))
             self._handles.append((optimizer, pre, post))
         self._keep_order()
         self._watch.check(self.inventory.states.values())
@@ -140,6 +148,21 @@ class Capture:
                 pre_hooks.move_to_end(pre.id)
                 post_hooks.move_to_end(post.id, last=False)
 
+    def take_blocked_s(self) -> float:
+        """Seconds the hooks took since the last call."""
+        blocked, self._blocked_s = self._blocked_s, 0.0
+        return blocked
+
+    def _timed(self, hook: Callable[..., None], name: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        begun = time.perf_counter()
+        try:
+            hook(name, optimizer, args, kwargs)
+        except PoolEmpty as error:
+            self.suspended = True
+            self._failed(error)
+        finally:
+            self._blocked_s += time.perf_counter() - begun
+
     def _before_step(self, name: str, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth[name] = self._depth.get(name, 0) + 1
         if self.suspended or self._depth[name] > 1:
@@ -192,7 +215,7 @@ class Capture:
             self._writer.send("gradient", number, event, "grad", gradient, self._clip.of(live.parameter))
             step.gradients.append(DraftGradient(number, event, dtype_name(gradient.dtype)))
 
-    def _after_step(self, name: str) -> None:
+    def _after_step(self, name: str, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth[name] = self._depth.get(name, 1) - 1
         if not self.suspended and self._depth[name] == 0:
             self._watch.accept(live for live in self.inventory.states.values() if live.optimizer_name == name)
@@ -222,7 +245,7 @@ def _small(live: LiveState) -> bool:
 
 
 def _unreplayable_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    if len(args) > 1 and args[1] is not None or kwargs.get("closure") is not None:
+    if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
         return "step(closure) evaluates the loss inside the optimizer"
     return None
 

@@ -138,7 +138,7 @@ class Inventory:
             return
         if tensor.device.type == "meta":
             raise UnsupportedTensor(f"{fqn} is a meta tensor without bytes; materialise the model before store.attach")
-        number = self.numbers.setdefault(fqn, len(self.numbers))
+        number = self.numbers.setdefault(fqn, max(self.numbers.values(), default=-1) + 1)
         found[id(tensor)] = LiveState(number, fqn, (), kind, tensor, owner)
 
 
@@ -165,8 +165,6 @@ def take_inventory(model: Models, optimizer: Optimizers) -> Inventory:
     optimizers = named(optimizer, torch.optim.Optimizer, "optim", "optimizer")
     if not isinstance(model, torch.nn.Module):
         models = {f"{name}.": m for name, m in models.items()}
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizers = {f"optim.{name}": o for name, o in optimizers.items()}
     inventory = Inventory(models, optimizers)
     inventory.refresh()
     return inventory

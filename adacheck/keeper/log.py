@@ -18,7 +18,7 @@ from adacheck.keeper.submission import Draft, Piece
 from adacheck.keeper.window import Logged
 from adacheck.manifests import chain, keys
 from adacheck.manifests.encoding import encode
-from adacheck.manifests.record import Segment
+from adacheck.manifests.record import Segment, StateSpec
 
 BATCH_BYTES = 64 << 20
 """Raw bytes after which a transaction is committed, so that LMDB's copy of it and the blocks it keeps stay bounded."""
@@ -27,6 +27,21 @@ SMALL_BYTES = 64 << 10
 """Values up to this size wait for the end of the step, and are left out if they equal those of the step before."""
 
 Message = Piece | Draft
+
+
+@dataclass
+class Batch:
+    """What one transaction took in.
+
+    Attributes:
+        consumed: every message, in order; after an error the same messages can be written elsewhere.
+        done: pieces whose blocks may go back to the trainer.
+        finished: increments that are complete now.
+    """
+
+    consumed: list[Message] = field(default_factory=list)
+    done: list[Piece] = field(default_factory=list)
+    finished: list[Logged] = field(default_factory=list)
 
 
 @dataclass
@@ -64,59 +79,53 @@ class LogWriter:
         """Of the last increment stored."""
         return self._at.link
 
-    def write_nvme(
-        self, backend: Backend, fence: Expect, first: Message, more: Callable[[], Message | None], consumed: list[Message]
-    ) -> list[Logged] | None:
-        """Store a batch in one transaction: `first` and what `more` gives until it gives `None`, or the batch is full.
-
-        Every message taken is appended to `consumed`, so that after an error nothing of the batch is lost: the writer then stands
-        where it stood, and the same messages can be written elsewhere.
+    def write_nvme(self, backend: Backend, fence: Expect, first: Message, more: Callable[[], Message | None], batch: Batch) -> bool:
+        """Store `first`, and what `more` gives until it gives `None` or the batch is full, in one transaction.
 
         Returns:
-            The increments completed, or `None` if the fence no longer held and nothing was stored.
+            Whether the fence still held; if not, nothing was stored.
         Raises:
-            BackendError: nothing of the batch is stored.
+            BackendError: nothing of the batch is stored, and the writer stands where it stood; `batch.consumed` has the messages.
         """
-        before, finished = self._at.copy(), list[Logged]()
-        stored = False
+        before, stored = self._at.copy(), False
         try:
-            outcome = backend.put_many(self._items(first, more, consumed, finished), expect=fence)
-            stored = isinstance(outcome, Created)
+            stored = isinstance(backend.put_many(self._items(first, more, batch), expect=fence), Created)
         finally:
             if not stored:
                 self._at = before
-        return finished if stored else None
+                batch.done.clear()
+                batch.finished.clear()
+        return stored
 
-    def write_memory(self, backend: MemoryBackend, messages: list[Message]) -> list[tuple[Logged, int]]:
-        """Store messages in this process's memory instead; gives each completed increment and the bytes of it held there."""
-        done: list[tuple[Logged, int]] = []
+    def write_memory(self, backend: MemoryBackend, messages: list[Message], batch: Batch) -> None:
+        """Store messages in this process's memory instead."""
         for message in messages:
-            finished: list[Logged] = []
-            for key, content in self._items(message, lambda: None, [], finished):
+            ended = len(batch.finished)
+            for key, content in self._items(message, lambda: None, batch):
                 if content is None:
                     backend.delete(key)
-                elif not finished:
+                elif len(batch.finished) == ended:  # the record itself is in the window
                     assert isinstance(content, (bytes, memoryview)), "log items are single buffers"
                     backend.put(key, bytes(content))
                     self._at.memory_bytes += len(content)
-            for held in finished:
-                done.append((held, self._at.memory_bytes))
+            if len(batch.finished) > ended:
+                batch.finished[-1] = replace(batch.finished[-1], memory_bytes=self._at.memory_bytes)
                 self._at.memory_bytes = 0
-        return done
 
-    def _items(self, first: Message, more: Callable[[], Message | None], consumed: list[Message], finished: list[Logged]) -> Iterator[Item]:
+    def _items(self, first: Message, more: Callable[[], Message | None], batch: Batch) -> Iterator[Item]:
         message: Message | None = first
         raw_bytes = 0
         while message is not None:
-            consumed.append(message)
+            batch.consumed.append(message)
             if isinstance(message, Piece):
                 raw_bytes += message.where.size_bytes
                 if message.role == "value" and message.where.size_bytes <= SMALL_BYTES:
                     self._at.small.setdefault(message.state, []).append(message)
                 else:
                     yield self._store(message)
+                    batch.done.append(message)
             else:
-                yield from self._finish(message, finished)
+                yield from self._finish(message, batch)
             message = more() if raw_bytes < BATCH_BYTES else None
 
     def _store(self, piece: Piece) -> Item:
@@ -130,29 +139,33 @@ class LogWriter:
         self._at.assembly.add((piece.role, piece.state, piece.event), segment)
         return keys.increment_slot(self.name.generation, self._at.step, slot), stored
 
-    def _finish(self, draft: Draft, finished: list[Logged]) -> Iterator[Item]:
+    def _finish(self, draft: Draft, batch: Batch) -> Iterator[Item]:
         at = self._at
+        assert draft.step == at.step, f"step {draft.step} was submitted where step {at.step} was due"
         unchanged: dict[int, bytes] = {}
         for value in draft.values:
-            state = value.spec.state
-            pieces = at.small.pop(state, [])
-            whole = Assembly()
-            for piece in pieces:
-                raw = piece.where.view()
-                whole.add(("value", state, 0), Segment(piece.tensor, piece.start, piece.stop, "raw", 1.0, 0, len(raw), digest(raw)))
-            small = not at.assembly.of("value", state)
-            if small and whole.value_digest(value.spec) == at.previous_values.get(state):
+            state, pieces = value.spec.state, at.small.pop(value.spec.state, [])
+            if not at.assembly.of("value", state) and _digest_of(pieces, value.spec) == at.previous_values.get(state):
                 unchanged[state] = at.previous_values[state]
-                continue
-            for piece in pieces:
-                yield self._store(piece)
+            else:
+                for piece in pieces:
+                    yield self._store(piece)
+            batch.done.extend(pieces)
         increment = at.assembly.increment(self.name, draft, unchanged)
         linked = chain.append(increment, at.link)
-        assert draft.step == at.step, f"step {draft.step} was submitted where step {at.step} was due"
-        finished.append(Logged(increment, draft.comparable))
+        batch.finished.append(Logged(increment, linked, draft.comparable))
         named = {segment.slot for segment in chain.segments(increment)}
         for slot in set(range(at.slot)) - named:  # gradients of states that went whole after all
             yield keys.increment_slot(self.name.generation, draft.step, slot), None
         yield keys.increment(self.name.generation, draft.step), encode(linked)
         values = {v.spec.state: v.digest for v in increment.values}
         self._at = _Progress(linked.link, draft.step + 1, previous_values=values, memory_bytes=at.memory_bytes)
+
+
+def _digest_of(pieces: list[Piece], spec: StateSpec) -> bytes:
+    """Digest of a state whose values are all small pieces."""
+    whole = Assembly()
+    for piece in pieces:
+        raw = piece.where.view()
+        whole.add(("value", spec.state, 0), Segment(piece.tensor, piece.start, piece.stop, "raw", 1.0, 0, len(raw), digest(raw)))
+    return whole.value_digest(spec)

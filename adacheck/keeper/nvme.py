@@ -10,10 +10,9 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from adacheck.backends.base import Backend, Created, Expect, Item
-from adacheck.backends.errors import NotFound
 from adacheck.digest import digest, state_digest, tensor_digest
-from adacheck.errors import DamagedCut, Superseded
-from adacheck.manifests import chain as links
+from adacheck.errors import Superseded
+from adacheck.keeper.stored import Stored, read_verified, slot_key
 from adacheck.manifests import keys
 from adacheck.manifests.encoding import encode
 from adacheck.manifests.record import Base, Certificate, Chain, Increment, Segment
@@ -21,15 +20,6 @@ from adacheck.states import State, segment_ranges, tensor_bytes
 
 BATCH_BYTES = 64 << 20
 """Bytes of states after which a transaction is committed."""
-
-
-@dataclass
-class Stored:
-    """Where an increment or base lies: its step, how many slots it has, and (increments) its link."""
-
-    step: int
-    slots: int
-    link: bytes = b""
 
 
 @dataclass
@@ -118,6 +108,37 @@ class NvmeCopy:
             base = yield from self._state_items(keys.base(generation, number, step), state, step)
             bases[number] = Stored(step, len(base.segments))
 
+    def truncate(self, cut: int, incarnation: int, certificates: tuple[Certificate, ...]) -> None:
+        """Bring the copy into an incarnation that starts from `cut`: what is above it goes, and whatever was staged."""
+        self.unstage()
+        above = [step for step in self.increments if step > cut]
+        items = (item for step in above for item in _deletions(keys.increment(self.chain.generation, step), self.increments[step].slots))
+        anchor = (self.chain.anchor_step, self.chain.anchor_link)
+        self.chain = replace(self.chain, incarnation=incarnation, fence=incarnation)
+        self._put_with_chain(items, dict(self.bases), anchor, certificates)
+        for step in above:
+            del self.increments[step]
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Delete what a killed process left: segments of an increment or base whose record was never written."""
+        generation = self.chain.generation
+        prefixes = [keys.increment(generation, step) for step in self.increments]
+        prefixes += [keys.base(generation, state, stored.step) for state, stored in self.bases.items()]
+        known = set(prefixes)
+        names = self.backend.list(keys.generation_prefix(generation))
+        stale = [name for name in names if name not in known and name.rpartition("/")[0] not in known]
+        for at in range(0, len(stale), 1000):
+            self.put_many((name, None) for name in stale[at : at + 1000])
+
+    def clear(self, step: int, link: bytes) -> None:
+        """Drop all increments and bases, and begin again after `step`, whose link is `link`."""
+        names = list(self.backend.list(keys.generation_prefix(self.chain.generation)))
+        for at in range(0, len(names), 1000):
+            self.put_many((name, None) for name in names[at : at + 1000])
+        self.increments.clear()
+        self._put_with_chain((), {}, (step, link), self.chain.certificates)
+
     def stage(self, states: Iterable[State], step: int) -> list[Base]:
         """Copy states out for the full checkpoint at `step`; gives their records."""
         records: list[Base] = []
@@ -169,16 +190,6 @@ class NvmeCopy:
             )
 
 
-def slot_count(increment: Increment) -> int:
-    """How many slots an increment's objects may use: one more than the highest it names."""
-    return max((segment.slot for segment in links.segments(increment)), default=-1) + 1
-
-
-def slot_key(key: str, slot: int) -> str:
-    """The key of a slot of the increment, base or staged state at `key`."""
-    return f"{key}/{slot:06d}"
-
-
 def _deletions(key: str, slots: int) -> Iterator[Item]:
     yield key, None
     for slot in range(slots):
@@ -194,18 +205,3 @@ def _batches(states: Iterable[State]) -> Iterator[list[State]]:
             batch = []
     if batch:
         yield batch
-
-
-def read_verified(backend: Backend, key: str, segment: Segment) -> bytes:
-    """The bytes of a segment stored under `key`.
-
-    Raises:
-        DamagedCut: they are missing, or not those that were stored.
-    """
-    try:
-        content = backend.get(key)
-    except NotFound as error:
-        raise DamagedCut(f"{key} is missing from {backend.name}; run adacheck-fsck") from error
-    if len(content) != segment.stored_bytes or digest(content) != segment.digest:
-        raise DamagedCut(f"{key} in {backend.name} does not match its digest; run adacheck-fsck --read-data")
-    return content

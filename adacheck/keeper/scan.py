@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import NotFound
-from adacheck.keeper.nvme import Stored, slot_count
 from adacheck.keeper.protocol import Copy, Held, recovered
+from adacheck.keeper.stored import Stored, slot_count
 from adacheck.manifests import chain as links
 from adacheck.manifests import keys
 from adacheck.manifests.encoding import decode

@@ -14,15 +14,20 @@ from adacheck.backends.memory import MemoryBackend
 from adacheck.digest import digest
 from adacheck.errors import DamagedCut
 from adacheck.manifests import keys
-from adacheck.manifests.record import Increment, Segment
+from adacheck.manifests.record import Increment, Linked, Segment
 
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """An increment in the window. `comparable`: see `Draft`; empty for increments read back from NVMe."""
+    """An increment in the window, and its record as stored.
+
+    `comparable`: see `Draft`. `memory_bytes`: how much of it is in memory only.
+    """
 
     increment: Increment
+    linked: Linked
     comparable: frozenset[int] = frozenset()
+    memory_bytes: int = 0
 
 
 class Window:
@@ -32,14 +37,19 @@ class Window:
         self.generation, self.nvme = generation, nvme
         self.memory = MemoryBackend()
         self._logged: dict[int, Logged] = {}
-        self._memory_bytes: dict[int, int] = {}
+        self.last: Logged | None = None
+        """The newest increment that was taken in, also when it was dropped since."""
         self._lock = threading.Lock()
 
-    def add(self, logged: Logged, memory_bytes: int = 0) -> None:
-        """Take an increment in whose segments are all stored; `memory_bytes` of them only in memory."""
+    def add(self, logged: Logged) -> None:
+        """Take an increment in whose segments are all stored."""
         with self._lock:
-            self._logged[logged.increment.step] = logged
-            self._memory_bytes[logged.increment.step] = memory_bytes
+            self._logged[logged.increment.step] = self.last = logged
+
+    def steps(self) -> list[int]:
+        """Steps of the increments held, in order."""
+        with self._lock:
+            return sorted(self._logged)
 
     def get(self, step: int) -> Logged:
         """The increment of a step that is in the window."""
@@ -50,14 +60,13 @@ class Window:
         """Every state has applied this increment."""
         with self._lock:
             self._logged.pop(step, None)
-            self._memory_bytes.pop(step, None)
         for key in list(self.memory.list(keys.increment(self.generation, step) + "/")):
             self.memory.delete(key)
 
     def memory_bytes(self) -> int:
         """What the window keeps in memory."""
         with self._lock:
-            return sum(self._memory_bytes.values())
+            return sum(logged.memory_bytes for logged in self._logged.values())
 
     def read(self, step: int, segment: Segment) -> bytes:
         """The stored bytes of a segment.

@@ -1,0 +1,349 @@
+"""What a training script holds: `restore()`, `step()`, `status()`, `drain()`, `close()`.
+
+Everything the trainer itself does for a checkpoint happens in the optimizer hooks and in `step()`; the time they take is measured.
+A failure of the keeper never stops training unless `on_error=raise` asks for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from adacheck import install, start
+from adacheck.backends.errors import BackendError
+from adacheck.capture.blocks import Blocks, PoolEmpty
+from adacheck.capture.hooks import Capture
+from adacheck.capture.inventory import Inventory
+from adacheck.capture.pieces import PieceWriter
+from adacheck.commit import SingleProcess
+from adacheck.errors import AdacheckError, Closed, Detached, NotDurable, NotRestored
+from adacheck.install import Stateful
+from adacheck.keeper import proof, refresh
+from adacheck.keeper.certify import Certifier
+from adacheck.keeper.driver import Keeper
+from adacheck.keeper.progress import lost
+from adacheck.memory_need import available_bytes, block_count, memory_budget
+from adacheck.recovery import Cut
+
+if TYPE_CHECKING:
+    from adacheck.store import Store
+
+_log = logging.getLogger("adacheck")
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a checkpointer stands.
+
+    Attributes:
+        step: last finished call of `step()` (or the step restored).
+        acked, committed, durable: newest steps that every copy holds; that a restore on this host returns; that survive all processes.
+        proven: newest step known to be exact, `None` if none is yet.
+        published: newest full checkpoint in the object tier, `None` if there is none.
+        blocked_ms: what the last step cost the trainer: hooks and `step()` together, waits included.
+        waited_ms: how much of all steps' blocked time was waiting for blocks.
+        payload_bytes: stored bytes of the newest logged step, by payload.
+        lost_copies: copies that do not count at present; the chain is under-replicated while there are any.
+        failure: what stopped the keeper, `None` while it works.
+        cpu_s: CPU seconds of the keeper's threads.
+    """
+
+    step: int
+    acked: int
+    committed: int
+    durable: int
+    proven: int | None
+    published: int | None
+    blocked_ms: float
+    waited_ms: float
+    payload_bytes: Mapping[str, int]
+    lost_copies: tuple[str, ...]
+    failure: str | None
+    cpu_s: Mapping[str, float]
+
+
+class Checkpointer:
+    """Made by `Store.attach`; used from the thread that trains."""
+
+    def __init__(self, store: Store, inventory: Inventory, extra: Mapping[str, Stateful]) -> None:
+        self._store, self._inventory, self._extra = store, inventory, dict(extra)
+        self._config = store.config
+        self._step = 0
+        self._start: start.Start | None = None
+        self._keeper: Keeper | None = None
+        self._rounds = SingleProcess()
+        self._blocks = Blocks(0, store.config.deadline_s)
+        self._writer = PieceWriter(self._blocks, self._submit)
+        self._capture = Capture(inventory, self._writer, self._verdicts, self._detach)
+        self._schedule: tuple[refresh.Layout, refresh.Schedule] | None = None
+        self._said: set[str] = set()
+        self._blocked_s = 0.0
+        self._closed = False
+        self.restored: Cut | None = None
+        """The cut `restore()` returned: source, increments replayed; without its states."""
+        self._capture.install()
+
+    # Starting
+
+    def restore(self, step: int | None = None, *, proven: bool = False) -> int:
+        """Put the newest intact cut back into model, optimizer, `extra` and generators; gives its step, 0 for a new run.
+
+        Args:
+            step: this cut and no other.
+            proven: only a cut that is known to be exact.
+
+        Raises:
+            NoCut: no such cut, or none can be read any more.
+            StateMismatch: the script differs from the checkpoint; names all differences, nothing was written.
+            ForeignRun, StoreBusy: the NVMe directory belongs to another run, or another process trains this one.
+        """
+        self._refuse_closed("restore")
+        if self._keeper is not None:
+            raise AdacheckError(f"restore() was called at step {self._step}, after training had begun; call it once, before the first step")
+        begun = self._begin()
+        only = self._proven_steps(begun) if proven else None
+        cut = start.find_cut(begun, step=step, only=only)
+        if cut is not None:
+            self._capture.suspended = True
+            try:
+                install.install(cut, self._inventory, self._extra)
+            finally:
+                self._capture.suspended = False
+        self._attach_keeper(begun, cut)
+        if cut is not None:
+            self.restored = replace(cut, states={})
+            self._step = cut.step
+            _log.info("restored step %d from %s", cut.step, cut.source)
+        return self._step
+
+    def step(self) -> None:
+        """Make this iteration a checkpoint: everything the optimizers did since the last call becomes one increment.
+
+        Raises:
+            Closed: after `close()`.
+            NotRestored: the run has cuts, and `restore()` was not called.
+            AdacheckError: with `on_error=raise`, what went wrong since the last call.
+        """
+        self._refuse_closed("step")
+        begun = time.perf_counter()
+        if self._keeper is None:
+            self._start_new_run()
+        keeper = self._keeper
+        assert keeper is not None, "a started checkpointer has a keeper"
+        self._step += 1
+        if keeper.failure is None and not self._capture.suspended:
+            try:
+                self._make_increment(keeper)
+            except PoolEmpty as error:
+                self._detach(error)
+        self._say(keeper)
+        self._blocked_s = self._capture.take_blocked_s() + time.perf_counter() - begun
+
+    def status(self) -> Status:
+        """Where things stand; costs nothing."""
+        keeper = self._keeper
+        if keeper is None:
+            return Status(self._step, 0, 0, -1, None, None, 0.0, 0.0, {}, (), None, {})
+        progress, payloads = keeper.progress(), keeper.payloads()
+        published = progress.published if progress.published >= 0 else None
+        proven = proof.newest_proven(keeper.shared.chain.proof, progress.committed)
+        return Status(
+            self._step,
+            progress.acked,
+            progress.committed,
+            progress.durable,
+            proven,
+            published,
+            self._blocked_s * 1e3,
+            self._blocks.blocked_s * 1e3,
+            payloads[max(payloads)] if payloads else {},
+            lost(progress),
+            str(keeper.failure) if keeper.failure else None,
+            keeper.cpu_s(),
+        )
+
+    def inexact(self, step: int) -> tuple[str, ...]:
+        """Names of the states whose bytes in the cut at `step` were found to differ from the trainer's."""
+        if self._keeper is None:
+            return ()
+        chain = self._keeper.shared.chain
+        return tuple(chain.shadow[state].spec.fqn for state in proof.inexact_states(chain.proof, step) if state in chain.shadow)
+
+    def drain(self) -> None:
+        """Wait until every step so far is committed and applied to the shadow.
+
+        Raises:
+            NotDurable: the keeper failed, or did not get there within `deadline_s`.
+        """
+        keeper = self._keeper
+        if keeper is None:
+            return
+        deadline = time.monotonic() + self._config.deadline_s
+        shared, last = keeper.shared, keeper.submitted
+        shared.wait(lambda: shared.chain.progress.acked >= last, deadline - time.monotonic())
+        self._round(keeper)
+        progress = keeper.progress()
+        shared.allow(progress.committed, progress.durable)
+        if not shared.wait(lambda: shared.chain.memory.least_base >= last, deadline - time.monotonic()) or keeper.failure:
+            raise NotDurable(f"step {last} is acked up to {progress.acked} and not applied: {self._why(keeper)}")
+
+    def close(self) -> None:
+        """Wait until the last step is durable, then end: hooks, threads and files are released whatever happens.
+
+        Raises:
+            NotDurable: the last step could not be made durable; says what stopped it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._capture.remove()
+        try:
+            if self._keeper is not None and self._keeper.submitted == self._step:
+                self._make_durable(self._keeper)
+            elif self._keeper is not None:
+                raise NotDurable(f"step {self._step} was not checkpointed, the last is {self._keeper.submitted}: {self._why(self._keeper)}")
+        finally:
+            self._release()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Parts
+
+    def _begin(self) -> start.Start:
+        if self._start is None:
+            self._start = start.take(self._config, self._store.objects)
+        return self._start
+
+    def _start_new_run(self) -> None:
+        begun = self._begin()
+        offers = [step for offer in begun.sources.offers() for step in offer.steps]
+        if offers:
+            newest = max(offers)
+            raise NotRestored(
+                f"run {begun.sources.run} has cuts, the newest is step {newest}: write `start = ckpt.restore()` before the training loop "
+                "and begin it at `start`, or give a new run another URI"
+            )
+        self._attach_keeper(begun, None)
+
+    def _attach_keeper(self, begun: start.Start, cut: Cut | None) -> None:
+        tensors = [t for live in self._inventory.states.values() for t in live.tensors().values()]
+        trained = [live.parameter for live in self._inventory.states.values() if live.optimizer is not None]
+        state_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
+        state_bytes = max(state_bytes, 3 * gradient_bytes)  # optimizer tensors may be still to come
+        self._blocks.count = block_count(gradient_bytes, state_bytes, self._refresh_steps())
+        budget = memory_budget(self._config.memory_budget_bytes, self._blocks.count, state_bytes, available_bytes())
+        chain = start.bring_copies_in(begun, cut)
+        self._keeper = Keeper(chain, self._config, budget, self._blocks, self._store.objects, begun.sources.fulls)
+        self._capture.restored(chain.shadow)
+        self._keeper.start()
+        atexit.register(self._at_exit)
+
+    def _make_increment(self, keeper: Keeper) -> None:
+        self._round(keeper)
+        progress = keeper.progress()
+        plan = self._plan()
+        ranges: dict[int, list[tuple[str, int, int]]] = {}
+        for piece in refresh.due(plan, self._step) if plan else ():
+            ranges.setdefault(piece.state, []).append((piece.tensor, piece.start, piece.stop))
+        draft = self._capture.finish(self._step, ranges, keeper.drifted())
+        for name, content in install.opaque_items(self._inventory, self._extra):
+            self._writer.send_bytes("opaque", name, content)
+        self._writer.seal()
+        if draft.values or draft.removed:
+            self._schedule = None
+        keeper.submit(replace(draft, committed=progress.committed, durable=progress.durable))
+        self._rounds.begin(keeper.vector())
+
+    def _round(self, keeper: Keeper) -> None:
+        """Learn the rounds that finished, and in a world of one run one at once."""
+        self._rounds.begin(keeper.vector())
+        for reduced in self._rounds.take_finished():
+            keeper.learn(reduced)
+
+    def _plan(self) -> refresh.Schedule | None:
+        """Which ranges are refreshed when; made anew when the states have changed."""
+        layout = [
+            (number, [(name, tensor.numel(), tensor.element_size()) for name, tensor in live.tensors().items()])
+            for number, live in sorted(self._inventory.states.items())
+        ]
+        if self._schedule is None or self._schedule[0] != layout:
+            self._schedule = (layout, refresh.schedule(layout, self._refresh_steps()))
+        return self._schedule[1]
+
+    def _refresh_steps(self) -> int:
+        return 1 if self._config.verify == "step" else self._config.refresh
+
+    def _submit(self, message: object) -> None:
+        assert self._keeper is not None
+        self._keeper.submit(message)  # type: ignore[arg-type]
+
+    def _detach(self, error: PoolEmpty) -> None:
+        assert self._keeper is not None
+        self._keeper.shared.fail(Detached(f"at step {self._step + 1} the keeper did not keep up: {error}"))
+
+    def _verdicts(self) -> Certifier:
+        return self._keeper.shared.chain.certifier if self._keeper is not None else Certifier()
+
+    def _proven_steps(self, begun: start.Start) -> Container[int]:
+        return frozenset(full.step for full in begun.sources.fulls if full.status == "proven")
+
+    def _say(self, keeper: Keeper) -> None:
+        reports = keeper.take_reports()
+        if keeper.failure is not None and str(keeper.failure) not in self._said:
+            reports.append(f"checkpoints have stopped, training goes on: {keeper.failure}")
+            self._said.add(str(keeper.failure))
+        for report in reports:
+            _log.warning("%s", report)
+        if self._config.on_error == "raise" and keeper.failure is not None:
+            raise keeper.failure
+        if self._config.on_error == "raise" and reports:
+            raise AdacheckError("; ".join(reports))
+
+    def _make_durable(self, keeper: Keeper) -> None:
+        self.drain()
+        shared, last = keeper.shared, keeper.submitted
+        progress = keeper.progress()
+        if progress.durable < last and last > 0:
+            keeper.request_full()
+            shared.wait(lambda: shared.chain.progress.durable >= last, self._config.deadline_s)
+        shared.wait(lambda: not keeper.uploading, self._config.deadline_s)
+        self._say_all(keeper)
+        if keeper.progress().durable < last:
+            raise NotDurable(f"step {last} is durable nowhere, the newest that is is {keeper.progress().durable}: {self._why(keeper)}")
+
+    def _say_all(self, keeper: Keeper) -> None:
+        for report in keeper.take_reports():
+            _log.warning("%s", report)
+            self._said.add(report)
+
+    def _why(self, keeper: Keeper) -> str:
+        if keeper.failure is not None:
+            return str(keeper.failure)
+        reports = [*keeper.take_reports(), *sorted(self._said)]
+        return "; ".join(reports[-3:]) or f"it took longer than deadline_s={self._config.deadline_s:.0f}"
+
+    def _release(self) -> None:
+        if self._keeper is not None:
+            self._keeper.stop(self._config.deadline_s)
+        if self._start is not None:
+            self._start.release()
+
+    def _refuse_closed(self, what: str) -> None:
+        if self._closed:
+            raise Closed(f"{what}() was called after close(), which came at step {self._step}; attach again to go on")
+
+    def _at_exit(self) -> None:
+        try:
+            self.close()
+        except (AdacheckError, BackendError) as error:
+            _log.error("at exit: %s", error)

@@ -1,0 +1,145 @@
+"""The keeper in process: its three threads started and stopped together, and the few things the trainer asks of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from adacheck.backends.base import Backend
+from adacheck.capture.blocks import Blocks
+from adacheck.config import StoreConfig
+from adacheck.errors import AdacheckError, Detached
+from adacheck.keeper import proof, refresh
+from adacheck.keeper.apply_thread import ApplyThread
+from adacheck.keeper.full_thread import FullThread
+from adacheck.keeper.log import Message
+from adacheck.keeper.log_thread import LogThread
+from adacheck.keeper.progress import Progress, after_round, vector
+from adacheck.keeper.shared import ChainState, Shared
+from adacheck.keeper.submission import Draft
+from adacheck.keeper.window import Window
+from adacheck.manifests.record import FullEntry
+from adacheck.states import dtype_of
+
+_log = logging.getLogger("adacheck")
+
+
+class Keeper:
+    """Owns one chain's copies on this host, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        chain: ChainState,
+        config: StoreConfig,
+        memory_budget_bytes: int,
+        blocks: Blocks,
+        objects: Backend,
+        fulls: tuple[FullEntry, ...],
+    ) -> None:
+        self.shared = Shared(chain, chain.nvme_copy is not None, chain.progress.committed, chain.progress.durable)
+        window = Window(chain.name.generation, chain.nvme_copy.backend if chain.nvme_copy else None)
+        self._log_thread = LogThread(self.shared, window, blocks, memory_budget_bytes)
+        self._full_thread = FullThread(self.shared, objects, config.full_every, config.keep, config.log_steps, fulls)
+        self._apply_thread = ApplyThread(self.shared, window, self._full_thread, config.log_steps)
+        self.submitted = chain.cut
+        bodies = {"log": self._log_thread.run, "apply": self._apply_thread.run, "full": self._full_thread.run}
+        self._threads = [
+            threading.Thread(target=self._run, args=(body,), name=f"adacheck-{name}", daemon=True) for name, body in bodies.items()
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, deadline_s: float) -> None:
+        """End the threads once what is queued is logged; what is not committed is not applied."""
+        with self.shared.changed:
+            self.shared.stopping = True
+            self.shared.changed.notify_all()
+        self._log_thread.submit(None)
+        self._full_thread.stop()
+        for thread in self._threads:
+            thread.join(timeout=deadline_s)
+            if thread.is_alive():
+                _log.warning("thread %s has not ended within %.0f s and is left behind", thread.name, deadline_s)
+
+    def submit(self, message: Message) -> None:
+        """Take over a piece, or the draft that ends its step; never blocks."""
+        if isinstance(message, Draft):
+            self.submitted = message.step
+        self._log_thread.submit(message)
+
+    @property
+    def failure(self) -> AdacheckError | None:
+        """What stopped the keeper."""
+        return self.shared.failure
+
+    def progress(self) -> Progress:
+        """The watermarks now."""
+        with self.shared.changed:
+            return self.shared.chain.progress
+
+    def learn(self, reduced: tuple[int, ...]) -> Progress:
+        """Take in a finished round of the trainers."""
+        with self.shared.changed:
+            self.shared.chain.progress = after_round(self.shared.chain.progress, reduced)
+            return self.shared.chain.progress
+
+    def vector(self) -> tuple[int, ...]:
+        """This rank's part of the next round."""
+        return vector(self.progress())
+
+    def drifted(self) -> frozenset[int]:
+        """States in which a difference was found and that were not shipped whole since."""
+        return proof.must_ship(self.shared.chain.proof)
+
+    def layout(self) -> refresh.Layout:
+        """The states of the shadow with their tensors, for the schedule of refreshes."""
+        with self.shared.applying:
+            specs = [state.spec for _, state in sorted(self.shared.chain.shadow.items())]
+        return [(spec.state, [(t.name, _elements(t.shape), dtype_of(t.dtype).itemsize) for t in spec.tensors]) for spec in specs]
+
+    def request_full(self) -> None:
+        """Take a full checkpoint of the cut the shadow is at, or comes to next."""
+        with self.shared.changed:
+            self.shared.full_wanted = True
+            self.shared.changed.notify_all()
+
+    @property
+    def uploading(self) -> bool:
+        """Whether a full checkpoint is on its way."""
+        return self._full_thread.busy
+
+    def payloads(self) -> Mapping[int, Mapping[str, int]]:
+        """Stored bytes of the newest steps, by payload."""
+        return dict(self._log_thread.payloads)
+
+    def cpu_s(self) -> Mapping[str, float]:
+        """CPU seconds used so far, by thread."""
+        return {"log": self._log_thread.cpu_s, "apply": self._apply_thread.cpu_s, "full": self._full_thread.cpu_s}
+
+    def take_reports(self) -> list[str]:
+        """What went wrong since the last call without stopping the keeper."""
+        with self.shared.changed:
+            reports, self.shared.reports = self.shared.reports, []
+            return reports
+
+    def _run(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except AdacheckError as error:
+            self.shared.fail(error)
+        except BaseException as error:
+            _log.exception("the keeper stopped at step %d", self.submitted)
+            failure = Detached(f"the keeper stopped at step {self.submitted}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.shared.fail(failure)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,171 @@
+"""Full checkpoints in the background: copied out of the shadow at one step, uploaded and published by a thread of its own.
+
+With NVMe a cut is staged there and read back piece by piece; without, it is copied in memory, which then needs room for all states
+once more. A slow or failing object tier never holds up the log or the shadow.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from adacheck import catalogue, retention
+from adacheck.backends.base import Backend
+from adacheck.backends.errors import BackendError
+from adacheck.digest import Buffer
+from adacheck.errors import DamagedCut, Superseded
+from adacheck.full_checkpoint import CutId, StateSource, write_full
+from adacheck.keeper.nvme import NvmeCopy
+from adacheck.keeper.progress import publish
+from adacheck.keeper.proof import Proof, Verdict, verdict
+from adacheck.keeper.shared import Shared
+from adacheck.manifests.record import Base, Certificate, FullEntry
+from adacheck.states import State, segment_ranges, tensor_bytes
+
+Opaque = Sequence[tuple[str, bytes]]
+_STATUS = {Verdict.PROVEN: "proven", Verdict.INEXACT: "inexact"}
+
+
+class FullThread:
+    """Takes cuts from the apply thread, one at a time, and learns from it which of them are proven.
+
+    Args:
+        shared: the chain it works for.
+        backend: the object tier.
+        full_every, keep: as in `StoreConfig`.
+        retry_steps: how many steps to wait after a failure.
+        listed: what the head lists at the start.
+    """
+
+    def __init__(
+        self, shared: Shared, backend: Backend, full_every: int, keep: int, retry_steps: int, listed: Iterable[FullEntry] = ()
+    ) -> None:
+        self._shared, self._backend = shared, backend
+        self._full_every, self._keep, self._retry_steps = full_every, keep, retry_steps
+        self._taken = max((entry.step for entry in listed), default=-1)
+        self._retry_at: int | None = None
+        self._pending: dict[int, str] = {}
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._busy = False
+        self.cpu_s = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a cut is being uploaded."""
+        return self._busy
+
+    def due(self, step: int, *, wanted: bool) -> bool:
+        """Whether the cut at `step`, where the shadow is now, is to be taken: a multiple was passed, or somebody wants one."""
+        if self._busy or step <= max(self._taken, 0):
+            return False
+        retry = self._retry_at is not None and step >= self._retry_at
+        return wanted or retry or step // self._full_every > self._taken // self._full_every
+
+    def take_staged(
+        self, step: int, states: Sequence[State], opaque: Opaque, certificates: tuple[Certificate, ...], copy: NvmeCopy
+    ) -> None:
+        """Stage the cut on NVMe and upload it from there.
+
+        Raises:
+            BackendError: it cannot be staged; nothing was taken.
+        """
+        records = copy.stage(states, step)
+        sources = [StateSource(base.spec, _staged_reader(copy, base), base.digest) for base in records]
+        self._start(step, sources, opaque, certificates, lambda: copy.unstage(step))
+
+    def take_copied(self, step: int, states: Sequence[State], opaque: Opaque, certificates: tuple[Certificate, ...]) -> None:
+        """Copy the cut in memory and upload it from there."""
+        copies = [State(s.spec, {name: tensor.clone() for name, tensor in s.tensors.items()}, {}) for s in states]
+        sources = [StateSource(state.spec, _memory_reader(state), state.digest()) for state in copies]
+        self._start(step, sources, opaque, certificates, lambda: None)
+
+    def learn(self, proof: Proof) -> None:
+        """Publish what has become known of checkpoints whose proof was pending."""
+        for step, folder in list(self._pending.items()):
+            known = verdict(proof, step)
+            if known is not Verdict.PENDING:
+                del self._pending[step]
+            if (status := _STATUS.get(known)) is not None:
+                self._queue.put(lambda status=status, folder=folder: self._publish(catalogue.with_status(status, [folder])))  # type: ignore[misc]
+
+    def run(self) -> None:
+        """The thread's body."""
+        while (job := self._queue.get()) is not None:
+            try:
+                job()
+            except Superseded as error:
+                self._shared.fail(error)
+                return
+            except (BackendError, DamagedCut) as error:
+                self._shared.report(f"the object tier could not be brought up to date: {error}")
+            self.cpu_s = time.thread_time()
+
+    def stop(self) -> None:
+        """End the thread after what it does now."""
+        self._queue.put(None)
+
+    def _start(
+        self,
+        step: int,
+        sources: Sequence[StateSource],
+        opaque: Opaque,
+        certificates: tuple[Certificate, ...],
+        finish: Callable[[], None],
+    ) -> None:
+        self._busy, self._taken, self._retry_at = True, step, None
+        self._queue.put(lambda: self._upload(step, sources, opaque, certificates, finish))
+
+    def _upload(
+        self,
+        step: int,
+        sources: Sequence[StateSource],
+        opaque: Opaque,
+        certificates: tuple[Certificate, ...],
+        finish: Callable[[], None],
+    ) -> None:
+        name = self._shared.chain.name
+        try:
+            cut = CutId(name.run, name.generation, name.incarnation, step)
+            entry = write_full(self._backend, cut, sources, opaque, certificates=certificates)
+            self._publish(catalogue.listing(entry))
+        except (BackendError, DamagedCut) as error:
+            self._retry_at = step + self._retry_steps
+            self._shared.report(f"the full checkpoint at step {step} failed, the next try is at step {self._retry_at}: {error}")
+        else:
+            self._pending[step] = entry.folder
+            self._published(step)
+            retention.prune(self._backend, name.run, name.incarnation, self._keep)
+        finally:
+            finish()
+            with self._shared.changed:
+                self._busy = False
+                self._shared.changed.notify_all()
+
+    def _publish(self, change: Callable[[catalogue.Fulls], catalogue.Fulls]) -> None:
+        name = self._shared.chain.name
+        catalogue.publish(self._backend, name.run, name.incarnation, change)
+
+    def _published(self, step: int) -> None:
+        shared = self._shared
+        with shared.changed:
+            shared.chain.progress = publish(shared.chain.progress, step)
+            shared.rejoin_wanted = not shared.nvme_alive and shared.chain.nvme_copy is not None
+            shared.changed.notify_all()
+
+
+def _staged_reader(copy: NvmeCopy, base: Base) -> Callable[[str], Iterable[Buffer]]:
+    def read(tensor: str) -> Iterable[Buffer]:
+        return (copy.read_staged(base.step, base.spec.state, segment) for segment in base.segments if segment.tensor == tensor)
+
+    return read
+
+
+def _memory_reader(state: State) -> Callable[[str], Iterable[Buffer]]:
+    described = {tensor.name: tensor for tensor in state.spec.tensors}
+
+    def read(tensor: str) -> Iterable[Buffer]:
+        view, size = tensor_bytes(state.tensors[tensor]), state.tensors[tensor].element_size()
+        return (view[start * size : stop * size] for start, stop in segment_ranges(described[tensor]))
+
+    return read

@@ -1,0 +1,194 @@
+"""How a trainer starts an incarnation: lock, incarnation, fence, cut, and after the installation fork record and copies.
+
+The order is the protocol's (DESIGN: "Restore"); a crash anywhere in it loses nothing, since no copy is touched before the fork
+record that makes it right is written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from adacheck import incarnations
+from adacheck.backends.base import Backend, Created, Expect
+from adacheck.backends.errors import Busy, NotFound
+from adacheck.backends.lmdb_store import LmdbBackend
+from adacheck.config import StoreConfig
+from adacheck.errors import ForeignRun, StoreBusy, Superseded
+from adacheck.keeper.assembly import ChainName
+from adacheck.keeper.certify import Certifier, certificates, reused
+from adacheck.keeper.cut import NO_CUT, ForkEntry, bring_in, proven_since
+from adacheck.keeper.nvme import NvmeCopy
+from adacheck.keeper.progress import begin
+from adacheck.keeper.proof import begin_proof
+from adacheck.keeper.protocol import Copy, Kind, Refused, rebuilt
+from adacheck.keeper.shared import MEMORY, NVME, ChainState
+from adacheck.manifests import chain as links
+from adacheck.manifests import keys
+from adacheck.manifests.encoding import decode, encode
+from adacheck.manifests.errors import FormatError
+from adacheck.manifests.record import Chain, Fork, Incarnation
+from adacheck.recovery import Cut, Sources, gather, read_newest
+
+GENERATION, CHAIN = 1, 0
+"""This release trains in one process: one chain, one generation."""
+
+_log = logging.getLogger("adacheck")
+
+
+@dataclass
+class Start:
+    """An incarnation that has been taken; its copies are fenced, and not yet brought in."""
+
+    config: StoreConfig
+    objects: Backend
+    nvme: LmdbBackend | None
+    incarnation: Incarnation
+    sources: Sources
+
+    def release(self) -> None:
+        """Close NVMe and give up its lock."""
+        if self.nvme is not None:
+            self.nvme.close()
+
+
+def take(config: StoreConfig, objects: Backend) -> Start:
+    """Lock the NVMe directory, take the next incarnation, fence the copy, and look at what there is.
+
+    Raises:
+        ForeignRun: the NVMe directory and the object tier belong to different runs.
+        StoreBusy: another process has the NVMe directory open; it is not disturbed.
+        BackendError: a tier cannot be reached or written.
+    """
+    run = _run_of(config, objects)
+    nvme = _open_nvme(config, run)
+    try:
+        incarnation = incarnations.take_incarnation(objects, run)
+        if nvme is not None:
+            _fence(nvme, incarnation)
+        incarnations.void_unstarted(objects, run, incarnation.incarnation)
+        sources = gather(run, objects, nvme)
+    except BaseException:
+        if nvme is not None:
+            nvme.close()
+        raise
+    return Start(config, objects, nvme, incarnation, sources)
+
+
+def nvme_path(config: StoreConfig, run: str) -> Path | None:
+    """Where this run's chain lies on NVMe."""
+    return None if config.nvme is None else Path(config.nvme) / run / str(CHAIN)
+
+
+def check_nvme_run(config: StoreConfig, run: str | None) -> None:
+    """Refuse an NVMe directory that holds another run than the object tier (`None`: it holds none).
+
+    Raises:
+        ForeignRun: names both.
+    """
+    folder = None if config.nvme is None else Path(config.nvme)
+    if folder is None or not folder.is_dir():
+        return
+    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _looks_like_run(entry.name))
+    if found and run not in found:
+        what = f"the object tier {config.address} has run {run}" if run else f"the object tier {config.address} has no run at all"
+        raise ForeignRun(
+            f"the NVMe directory {folder} belongs to run {found[0]}, but {what}; give this run another nvme=DIR, or open its own URI"
+        )
+
+
+def _looks_like_run(name: str) -> bool:
+    return len(name) == 36 and name.count("-") == 4
+
+
+def _run_of(config: StoreConfig, objects: Backend) -> str:
+    known = incarnations.read_run(objects)
+    check_nvme_run(config, known.run if known else None)
+    return (known or incarnations.open_run(objects, incarnations.new_run())).run
+
+
+def _open_nvme(config: StoreConfig, run: str) -> LmdbBackend | None:
+    path = nvme_path(config, run)
+    if path is None:
+        return None
+    try:
+        return LmdbBackend(path)
+    except Busy as error:
+        raise StoreBusy(f"run {run} is being trained on this host already: {error}") from error
+
+
+def _fence(nvme: Backend, incarnation: Incarnation) -> None:
+    """Store the fence: from here on no older incarnation writes to this copy."""
+    try:
+        before: bytes | None = nvme.get(keys.FENCE)
+    except NotFound:
+        before = None
+    if before is not None:
+        try:
+            holder = decode(before, Incarnation)
+        except FormatError as error:
+            _log.warning("the fence of %s cannot be read and is replaced: %s", nvme.name, error)
+        else:
+            if holder.incarnation >= incarnation.incarnation:
+                raise Superseded(
+                    f"{nvme.name} was taken by incarnation {holder.incarnation}; this one, {incarnation.incarnation}, must stop"
+                )
+    if not isinstance(nvme.put_many([(keys.FENCE, encode(incarnation))], expect=Expect(keys.FENCE, before)), Created):
+        raise Superseded(f"{nvme.name} was taken by another incarnation at the same moment; start again")
+
+
+def find_cut(start: Start, *, step: int | None, only: Container[int] | None) -> Cut | None:
+    """The cut to restore; `None` on a run without any."""
+    for line in start.sources.rejected:
+        _log.warning("rejected: %s", line)
+    return read_newest(start.sources, step=step, only=only)
+
+
+def bring_copies_in(start: Start, cut: Cut | None) -> ChainState:
+    """Write the fork record, then bring the NVMe copy into the incarnation, and give what the keeper starts from.
+
+    Raises:
+        Superseded: a later incarnation has started meanwhile.
+    """
+    name = ChainName(start.sources.run, GENERATION, start.incarnation.incarnation, CHAIN)
+    step = 0 if cut is None else cut.step
+    before = start.sources.fork_table
+    proven = cut is None or cut.proven
+    incarnations.write_fork(start.objects, Fork(name.run, name.incarnation, NO_CUT if cut is None else step, proven))
+    shadow = {} if cut is None else cut.states
+    memory = rebuilt(name.incarnation, name.incarnation, step, shadow)
+    certifier = reused(cut.certificates) if cut else Certifier()
+    link, copy, stored = _bring_nvme(start, name, cut, before, certifier)
+    copies: dict[str, tuple[Kind, Copy]] = {MEMORY: (Kind.MEMORY, memory)}
+    if copy is not None:
+        copies[NVME] = (Kind.NVME, copy)
+    published = max((full.step for full in start.sources.fulls if full.step <= step), default=NO_CUT)
+    tensors = {number: [(t.name, prod(t.shape)) for t in state.spec.tensors] for number, state in shadow.items()}
+    proof = begin_proof(step, tensors, unproven=not proven, since=proven_since(before))
+    opaque = [] if cut is None else list(cut.opaque.items())
+    return ChainState(name, step, shadow, memory, copy, stored, link, opaque, begin(step, copies, published), certifier, proof)
+
+
+def _bring_nvme(
+    start: Start, name: ChainName, cut: Cut | None, forks: list[ForkEntry], certifier: Certifier
+) -> tuple[bytes, Copy | None, NvmeCopy | None]:
+    genesis = links.genesis(name.run, name.generation, name.chain)
+    if start.nvme is None:
+        return genesis, None, None
+    step, scanned = (0 if cut is None else cut.step), start.sources.scan
+    fence = encode(start.incarnation)
+    if cut is not None and scanned is not None:
+        brought = bring_in(scanned.copy, name.incarnation, step, forks)
+        if not isinstance(brought, Refused) and brought.top >= step and step in scanned.links:
+            stored = NvmeCopy(start.nvme, scanned.chain, fence, scanned.stored_increments(), scanned.stored_bases())
+            stored.truncate(step, name.incarnation, certificates(certifier))
+            return scanned.links[step], brought, stored
+    chain = Chain(name.run, name.generation, name.chain, name.incarnation, name.incarnation, step, genesis, (), (), certificates(certifier))
+    stored = NvmeCopy(start.nvme, chain, fence)
+    stored.clear(step, genesis)
+    shadow = {} if cut is None else cut.states
+    stored.roll([state for _, state in sorted(shadow.items())], step, certificates(certifier))
+    return genesis, rebuilt(name.incarnation, name.incarnation, step, shadow), stored
