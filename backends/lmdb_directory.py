@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -73,6 +74,12 @@ def map_bytes(path: Path, size_limit_bytes: int | None) -> int:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this process may still write on the filesystem of `path`."""
+    """Bytes that this process may still add to the data file: what the filesystem has, or the limit of a file's size leaves."""
     found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    free = found.f_bavail * found.f_frsize
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return free
+    with suppress(FileNotFoundError):
+        limit -= (path / DATA_FILE).stat().st_size
+    return max(min(free, limit), 0)

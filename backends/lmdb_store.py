@@ -244,9 +244,10 @@ class LmdbBackend(Backend):
         if isinstance(error, lmdb.MapFullError):
             limit = self._env.info()["map_size"]
             return Full(f"{text}; the batch needs {need_bytes} bytes beside what is stored, the limit is {limit} bytes")
-        if code in FULL or (code == errno.EIO and free_bytes(self.path) < max(need_bytes, 1 << 20)):
-            free = free_bytes(self.path)
-            return Full(f"{text}; the batch needs {need_bytes} bytes, {self.path} has {free} free: make room there")
+        free = free_bytes(self.path)
+        # LMDB calls a write that was cut short, as it is where space ends within it, an input/output error.
+        if code in FULL or (code == errno.EIO and free < max(need_bytes, 1 << 20)):
+            return Full(f"{text}; the batch needs {need_bytes} bytes, {self.path} has room for {free}: make some there")
         if isinstance(error, _DAMAGED):
             return Damaged(f"{text}; restore from another tier and move the directory away")
         if isinstance(error, lmdb.ReadonlyError) or code in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -53,7 +53,7 @@ def _load(scheme: str) -> Factory:
     offered = _entry_points()
     if scheme not in offered:
         known = known_schemes()
-        near = difflib.get_close_matches(scheme, known, n=1)
+        near = difflib.get_close_matches(scheme.lower(), known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "check the address, or install the package that offers it"
         raise UnknownScheme(f"no backend is known for {scheme!r} (there are {', '.join(known)}); {hint}")
     try:

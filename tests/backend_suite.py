@@ -316,6 +316,6 @@ class BackendTests:
     def test_it_behaves_like_a_dict(self, backend: Backend) -> None:
         numbers = itertools.count()
         run_state_machine_as_test(
-            lambda: machine_for(backend, f"history-{next(numbers)}/"),
+            lambda: machine_for(backend, f"history-{next(numbers)}/"),  # type: ignore[arg-type]
             settings=settings(max_examples=self.machine_examples, stateful_step_count=20, deadline=None),
         )

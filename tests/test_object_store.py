@@ -11,11 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiobotocore.session import AioSession
+from s3fs.errors import translate_boto_error
 
 from adacheck.backends.base import Backend, Buffer, Created, Exists
 from adacheck.backends.errors import BackendError, Denied, Full, NotFound, Unavailable, UnknownScheme
@@ -58,9 +59,9 @@ def _s3(prefix: str | None = None, **options: Any) -> ObjectStore:
 
 
 @cache
-def _session() -> object:
+def _session() -> Any:
     """One for all, since each parses the descriptions of the service anew."""
-    return AioSession()
+    return import_module("aiobotocore.session").AioSession()
 
 
 def _parts(count: int, size: int = MIB) -> Iterator[Buffer]:
@@ -172,16 +173,14 @@ def test_a_silent_server_is_unavailable() -> None:
     ],
 )
 def test_replies_of_a_server_become_our_errors(monkeypatch: pytest.MonkeyPatch, code: str, status: int, kind: type[BackendError]) -> None:
-    from botocore.exceptions import ClientError
-    from s3fs.errors import translate_boto_error
-
+    client_error = import_module("botocore.exceptions").ClientError
     with _s3() as store:
         fs = store._place._fs  # type: ignore[union-attr]
         refreshed: list[bool] = []
 
         def fail(*_: Any, **__: Any) -> None:
             reply = {"Error": {"Code": code, "Message": "as it says"}, "ResponseMetadata": {"HTTPStatusCode": status}}
-            raise translate_boto_error(ClientError(reply, "GetObject"))
+            raise translate_boto_error(client_error(reply, "GetObject"))
 
         monkeypatch.setattr(fs, "cat_file", fail)
         monkeypatch.setattr(fs, "connect", lambda refresh: refreshed.append(refresh))
