@@ -15,7 +15,8 @@ from adacheck.capture.inventory import Inventory, LiveState
 from adacheck.capture.rng import install_rng, rng_state
 from adacheck.errors import StateMismatch
 from adacheck.recovery import Cut
-from adacheck.states import State, dtype_name, local_tensor, same_bytes
+from adacheck.same import same_bytes
+from adacheck.states import State, dtype_name, local_tensor
 
 RNG, OPTIMIZER, EXTRA = "rng", "optimizer/", "extra/"
 

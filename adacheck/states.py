@@ -46,13 +46,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous CPU tensors have equal bytes, NaN payloads and -0.0 included."""
-    if tensor.dtype != other.dtype or tensor.shape != other.shape:
-        return False
-    return tensor.numel() == 0 or torch.equal(tensor.detach().reshape(-1).view(torch.uint8), other.detach().reshape(-1).view(torch.uint8))
-
-
 def local_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """The plain tensor this rank holds: itself, or the local part of a DTensor.
 

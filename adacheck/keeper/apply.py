@@ -20,7 +20,8 @@ from adacheck.keeper.proof import Compared
 from adacheck.keeper.replay import GradientMemory, Replayed, Replayer, batches
 from adacheck.kernel import certificate_key
 from adacheck.manifests.record import Event, Gradient, Increment, Kernel, Segment, StateSpec, Value
-from adacheck.states import State, allocate, dtype_of, same_bytes, tensor_bytes
+from adacheck.same import same_bytes
+from adacheck.states import State, allocate, dtype_of, tensor_bytes
 
 ReadSegment = Callable[[Segment], bytes]
 """Gives the verified bytes of a segment of the increment (or base) at hand."""

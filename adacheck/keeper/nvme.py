@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from adacheck.backends.base import Backend, Created, Expect, Item
 from adacheck.digest import digest, state_digest, tensor_digest
 from adacheck.errors import Superseded
-from adacheck.keeper.stored import Stored, read_verified, slot_key
+from adacheck.keeper.stored import Stored, read_verified, slot_count, slot_key
 from adacheck.manifests import keys
 from adacheck.manifests.encoding import encode
 from adacheck.manifests.record import Base, Certificate, Chain, Increment, Segment

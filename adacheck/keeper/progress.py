@@ -76,8 +76,8 @@ def begin(cut: int, copies: Mapping[str, tuple[Kind, Copy]], published: int = NO
 
 
 def acknowledge(progress: Progress, name: str, kind: Kind, step: int, floor: int) -> Progress:
-    """A copy acked `step`. A lost or new copy joins once it reaches the committed step (and the cut), and is configured once it has all that
-    was acked: what this rank has advertised may be committed already, and every configured copy must have it."""
+    """A copy acked `step`. A lost or new one joins once it reaches the committed step and the cut, and is configured once it has
+    all that was acked: what this rank has advertised may be committed already, and every configured copy must have it."""
     old = progress.copies.get(name, Member(kind, step, floor, Standing.LOST))
     member = replace(old, acked=max(old.acked, step), floor=max(old.floor, floor))
     if member.standing is Standing.LOST and member.acked >= max(progress.committed, progress.cut):
