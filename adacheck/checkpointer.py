@@ -191,6 +191,23 @@ class Checkpointer:
         if not shared.wait(lambda: shared.chain.memory.least_base >= last, deadline - time.monotonic()) or keeper.failure:
             raise NotDurable(f"step {last} is acked up to {progress.acked} and not applied: {self._why(keeper)}")
 
+    def publish_full(self) -> None:
+        """Take a full checkpoint of the last step and wait until it is published; nothing to do if there is one.
+
+        Raises:
+            NotDurable: it could not be published within `deadline_s`; says why.
+        """
+        self.drain()
+        keeper = self._keeper
+        if keeper is None or keeper.submitted == 0:
+            return
+        shared, last = keeper.shared, keeper.submitted
+        shared.wait(lambda: not keeper.uploading, self._config.deadline_s)
+        if shared.chain.progress.published < last:
+            keeper.request_full()
+        if not shared.wait(lambda: shared.chain.progress.published >= last, self._config.deadline_s):
+            raise NotDurable(f"the full checkpoint at step {last} is not published: {self._why(keeper)}")
+
     def close(self) -> None:
         """Wait until the last step is durable, then end: hooks, threads and files are released whatever happens.
 
@@ -314,8 +331,7 @@ class Checkpointer:
         shared, last = keeper.shared, keeper.submitted
         progress = keeper.progress()
         if progress.durable < last and last > 0:
-            keeper.request_full()
-            shared.wait(lambda: shared.chain.progress.durable >= last, self._config.deadline_s)
+            self.publish_full()
         shared.wait(lambda: not keeper.uploading, self._config.deadline_s)
         self._say_all(keeper)
         if keeper.progress().durable < last:

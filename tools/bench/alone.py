@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from adacheck.tools.bench.arms import ARMS
+from adacheck.tools.bench.all_arms import ARMS
 from adacheck.tools.bench.cores import Placement, cpu_times, named_cpu_times, peak_rss_bytes
 from adacheck.tools.bench.statistics import median, p99
 from adacheck.tools.bench.stepping import Instance

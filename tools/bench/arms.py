@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -153,19 +152,3 @@ class DcpAsyncSave(WholeState):
         if self._staged is not None:
             self._staged.result()
         self.hooked_ms = (time.perf_counter() - start) * 1e3
-
-
-def _staging(*, background: bool) -> StagingOptions:
-    """Staging into shared memory that is kept between steps; pinned memory and non-blocking copies exist with a GPU only."""
-    return StagingOptions(use_pinned_memory=False, use_shared_memory=True, use_async_staging=background, use_non_blocking_copy=False)
-
-
-ARMS: dict[str, Callable[[], Arm]] = {
-    "none": Arm,
-    "torch.save": TorchSave,
-    "dcp.save": DcpSave,
-    "dcp.async_save": DcpAsyncSave,
-    "dcp.async_save, cached stager": lambda: DcpAsyncSave(_staging(background=False)),
-    "dcp.async_save, asynchronous stager": lambda: DcpAsyncSave(_staging(background=True)),
-}
-"""Every arm under the name that tables show."""

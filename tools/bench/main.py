@@ -20,8 +20,8 @@ import torch
 import typer
 from rich.console import Console
 
+from adacheck.tools.bench.all_arms import ARMS
 from adacheck.tools.bench.alone import AloneResult, run_alone
-from adacheck.tools.bench.arms import ARMS
 from adacheck.tools.bench.paired import PairedResult, run_paired
 from adacheck.tools.bench.rates import Comparison, measure_rates
 from adacheck.tools.bench.report import alone_table, as_json, paired_table, rates_table
@@ -115,7 +115,7 @@ def bench(
         json.write_text(as_json(machine(), pairs, alone, measured_rates))
 
 
-PAIRED = ["adacheck"] if "adacheck" in ARMS else ["dcp.async_save"]
+PAIRED = ["adacheck"]
 """Arms that are compared with none in pairs unless others are asked for."""
 
 

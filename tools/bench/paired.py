@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from adacheck.tools.bench.arms import ARMS
+from adacheck.tools.bench.all_arms import ARMS
 from adacheck.tools.bench.cores import Placement
 from adacheck.tools.bench.statistics import Ratio, median, median_ratio
 from adacheck.tools.bench.stepping import Instance, Step
