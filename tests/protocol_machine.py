@@ -2,7 +2,7 @@
 
     python tests/protocol_machine.py 2000 [no-gate | no-forks | no-durable] [first seed]
 
-`restoring.py` has the crash and the restore with what is checked there; here is what happens while the trainers run.
+`protocol_restore.py` has the crash and the restore with what is checked there; here is what happens while the trainers run.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import random
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # run by hand, and imported by pytest, alike
-
-from protocol_restore import Restoring
-from protocol_values import LAYOUT, PIECE_BYTES, TENSORS, Payload, Place, Values, replay
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from adacheck.keeper import progress as trainer
 from adacheck.keeper.cut import is_live, kept_fulls
 from adacheck.keeper.proof import Verdict, begin_proof, must_ship
 from adacheck.keeper.protocol import Ack, Hold, Kind, adopt, is_copied, to_copy
 from adacheck.keeper.refresh import ELEMENTS_MULTIPLE, due, rolling, schedule
+from tests.protocol_restore import Restoring
+from tests.protocol_values import LAYOUT, PIECE_BYTES, TENSORS, Payload, Place, Values, replay
 
 EVENTS = {
     "train": 30,

@@ -11,8 +11,6 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from protocol_values import TENSORS, Place, Values
-
 from adacheck.keeper import progress as trainer
 from adacheck.keeper.cut import (
     NO_CUT,
@@ -30,6 +28,7 @@ from adacheck.keeper.cut import (
 )
 from adacheck.keeper.proof import Verdict, begin_proof, resume, verdict
 from adacheck.keeper.protocol import Copy, Kind, Refused, fence, is_copied, rebuilt
+from tests.protocol_values import TENSORS, Place, Values
 
 
 @dataclass
@@ -109,6 +108,11 @@ class Restoring:
             keep = range(under_way.cut)  # from nothing: no step of before is left
             self.truth[chain] = {n: v for n, v in self.truth[chain].items() if n in keep} | {cut: dict(under_way.values[chain])}
             self.dirty[chain] = {n: d for n, d in self.dirty[chain].items() if n in keep} | {cut: set()}
+        if under_way.cut < max(self.committed, self.durable):  # asked for, or all there was: what is beyond it serves no promise now
+            for chain, places in enumerate(self.places):
+                beyond = {name for name, place in places.items() if place.copy.floor > under_way.cut}
+                self.configured[chain] -= beyond
+                self.void[chain] |= "nvme" in beyond
         self.committed, self.durable = min(self.committed, under_way.cut), min(self.durable, under_way.cut)
         self.published = max(full_steps(self.fulls, self.forks), default=NO_CUT)
 
