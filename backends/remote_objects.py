@@ -16,7 +16,7 @@ from typing import Any
 import fsspec
 
 from adacheck.backends.base import Parts, Stat, Traits, each_part, is_key
-from adacheck.backends.errors import BackendError, Denied, Full, NotFound
+from adacheck.backends.errors import BackendError, Denied, Full, NotFound, Unavailable
 from adacheck.backends.remote_errors import foreign_errors, is_expired, is_taken, translate_remote_error
 
 PART_BYTES = 32 << 20
@@ -181,6 +181,8 @@ class RemoteObjects:
                 self._call(what, self._fs.abort_mpu, bucket, path, place["UploadId"])
             if isinstance(error, _Taken):
                 return False
+            if isinstance(error, NotFound):
+                raise Unavailable(f"{self.name}: the upload of {key!r} was aborted by somebody else; put it again") from error
             raise
         return True
 

@@ -129,6 +129,19 @@ def test_uploads_of_killed_processes_are_found_and_removed() -> None:
         assert list(store.stale_uploads(0)) == []
 
 
+def test_an_upload_that_was_aborted_under_way_may_be_tried_again() -> None:
+    with _s3(part_bytes=5 * MIB) as store:
+
+        def parts() -> Iterator[Buffer]:
+            yield from _parts(11)
+            for upload in store.stale_uploads(0):
+                store.discard_upload(upload)
+
+        with pytest.raises(Unavailable):
+            store.put("shard", parts())
+        assert list(store.list("")) == []
+
+
 def test_another_process_sees_every_write() -> None:
     with _s3("shared") as one, _s3("shared") as two:
         assert list(two.list("versions/")) == []
