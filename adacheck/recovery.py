@@ -10,19 +10,19 @@ import logging
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from adacheck import catalogue
 from adacheck.backends.base import Backend
 from adacheck.errors import DamagedCut, NoCut, ReplayRefused, StateMismatch
 from adacheck.full_reader import read_full
-from adacheck.incarnations import read_forks
 from adacheck.keeper.apply import Applier, ReadSegment, load_state
-from adacheck.keeper.cut import Choice, ForkEntry, Offer, choose_cut, reach
+from adacheck.keeper.cut import Choice, Offer, choose_cut
 from adacheck.keeper.protocol import Kind, applicable
-from adacheck.keeper.scan import Scan, held_of, scan
 from adacheck.keeper.stored import read_verified, slot_key
 from adacheck.manifests import keys
 from adacheck.manifests.errors import FormatError
-from adacheck.manifests.record import Certificate, Fork, FullEntry, Segment
+from adacheck.manifests.record import Certificate, FullEntry, Segment
+from adacheck.sources import Sources as Sources
+from adacheck.sources import gather as gather
+from adacheck.sources import without
 from adacheck.states import State
 
 _log = logging.getLogger("adacheck")
@@ -50,52 +50,6 @@ class Cut:
     certificates: tuple[Certificate, ...]
     replayed: dict[int, int] = field(default_factory=dict)
     proven: bool = False
-
-
-@dataclass
-class Sources:
-    """What a store offers: the object tier's full checkpoints, and one chain's NVMe copy, on the live lineage."""
-
-    run: str
-    objects: Backend
-    nvme: Backend | None
-    forks: tuple[Fork, ...]
-    fulls: tuple[FullEntry, ...]
-    scan: Scan | None
-    rejected: list[str]
-
-    @property
-    def fork_table(self) -> list[ForkEntry]:
-        """As the protocol's functions take it."""
-        return [ForkEntry(fork.incarnation, fork.cut, fork.proven) for fork in self.forks]
-
-    def offers(self) -> list[Offer]:
-        """Every source of the one chain, and the steps it can restore."""
-        found: list[Offer] = []
-        if self.scan is not None and self.nvme is not None and self.scan.copy.held:
-            steps = reach(self.scan.copy, self.fork_table)
-            found.append(Offer(self.nvme.name, Kind.NVME, range(max(steps.start, min(self.scan.increments)), steps.stop)))
-        found += [Offer(full.folder, Kind.OBJECT, frozenset([full.step])) for full in reversed(self.fulls)]
-        return found
-
-
-def gather(run: str, objects: Backend, nvme: Backend | None) -> Sources:
-    """Look at every source of a run; reads records only.
-
-    Raises:
-        DamagedCut: the fork table cannot be read.
-    """
-    head = catalogue.head(objects, run)
-    rejected = [f"version {r.key}: {r.reason}" for r in head.rejected]
-    found: Scan | None = None
-    if nvme is not None:
-        try:
-            found = scan(nvme, run)
-        except FormatError as error:
-            rejected.append(f"chain record of {nvme.name}: {error}")
-        else:
-            rejected += [f"{nvme.name}: {line}" for line in (found.rejected if found else ())]
-    return Sources(run, objects, nvme, read_forks(objects, run), head.fulls, found, rejected)
 
 
 def read_newest(sources: Sources, *, step: int | None = None, only: Container[int] | None = None) -> Cut | None:
@@ -133,17 +87,8 @@ def _read(sources: Sources, choice: Choice, offers: list[Offer]) -> tuple[Cut | 
         except (DamagedCut, ReplayRefused, StateMismatch, FormatError) as error:
             sources.rejected.append(f"cut {choice.step} from {offer.source}: {error}")
             _log.warning("rejected: cut %d from %s: %s", choice.step, offer.source, error)
-            offers = _without(offers, offer, choice.step, error)
+            offers = without(offers, offer, choice.step, error)
     return None, offers
-
-
-def _without(offers: list[Offer], bad: Offer, step: int, error: Exception) -> list[Offer]:
-    """The offers without steps that must fail for the same reason."""
-    if isinstance(error, ReplayRefused) or not isinstance(bad.steps, range):
-        return [offer for offer in offers if offer is not bad]
-    limit = min(step, error.step if isinstance(error, DamagedCut) and error.step is not None else step)
-    shorter = Offer(bad.source, bad.kind, range(bad.steps.start, limit))
-    return [shorter if offer is bad else offer for offer in offers]
 
 
 def read_nvme(sources: Sources, step: int) -> Cut:
@@ -168,7 +113,7 @@ def read_nvme(sources: Sources, step: int) -> Cut:
     inexact = False
     for at, states in applicable(found.copy, step):
         increment = found.increments[at]
-        applied = applier.apply(increment, _increment_reader(nvme, generation, at), states | held_of(increment).whole)
+        applied = applier.apply(increment, _increment_reader(nvme, generation, at), states)
         inexact |= any(not compared.equal for compared in applied.compared)
         for gradient in increment.gradients:
             if gradient.state in states:

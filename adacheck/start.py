@@ -10,14 +10,13 @@ import logging
 from collections.abc import Container
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 from adacheck import incarnations
 from adacheck.backends.base import Backend, Created, Expect
 from adacheck.backends.errors import Busy, NotFound
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.config import StoreConfig
-from adacheck.errors import ForeignRun, StoreBusy, Superseded
+from adacheck.errors import StoreBusy, Superseded
 from adacheck.keeper.assembly import ChainName
 from adacheck.keeper.certify import Certifier, certificates, reused
 from adacheck.keeper.cut import NO_CUT, ForkEntry, bring_in, proven_since
@@ -31,10 +30,8 @@ from adacheck.manifests import keys
 from adacheck.manifests.encoding import decode, encode
 from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Chain, Fork, Incarnation
+from adacheck.nvme_directory import CHAIN, GENERATION, check_nvme_run, nvme_path
 from adacheck.recovery import Cut, Sources, gather, read_newest
-
-GENERATION, CHAIN = 1, 0
-"""This release trains in one process: one chain, one generation."""
 
 _log = logging.getLogger("adacheck")
 
@@ -76,32 +73,6 @@ def take(config: StoreConfig, objects: Backend) -> Start:
             nvme.close()
         raise
     return Start(config, objects, nvme, incarnation, sources)
-
-
-def nvme_path(config: StoreConfig, run: str) -> Path | None:
-    """Where this run's chain lies on NVMe."""
-    return None if config.nvme is None else Path(config.nvme) / run / str(CHAIN)
-
-
-def check_nvme_run(config: StoreConfig, run: str | None) -> None:
-    """Refuse an NVMe directory that holds another run than the object tier (`None`: it holds none).
-
-    Raises:
-        ForeignRun: names both.
-    """
-    folder = None if config.nvme is None else Path(config.nvme)
-    if folder is None or not folder.is_dir():
-        return
-    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _looks_like_run(entry.name))
-    if found and run not in found:
-        what = f"the object tier {config.address} has run {run}" if run else f"the object tier {config.address} has no run at all"
-        raise ForeignRun(
-            f"the NVMe directory {folder} belongs to run {found[0]}, but {what}; give this run another nvme=DIR, or open its own URI"
-        )
-
-
-def _looks_like_run(name: str) -> bool:
-    return len(name) == 36 and name.count("-") == 4
 
 
 def _run_of(config: StoreConfig, objects: Backend) -> str:

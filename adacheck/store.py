@@ -18,7 +18,7 @@ from adacheck.config import StoreConfig, parse
 from adacheck.errors import ConfigError
 from adacheck.install import Stateful
 from adacheck.keeper.protocol import Kind
-from adacheck.start import check_nvme_run, nvme_path
+from adacheck.nvme_directory import check_nvme_run, nvme_path
 
 
 @dataclass(frozen=True, slots=True)
