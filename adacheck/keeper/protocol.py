@@ -116,10 +116,12 @@ def receive(copy: Copy, incarnation: int, step: int, held: Held | None = None) -
 def applicable(copy: Copy, committed: int, hold: Hold | None = None) -> tuple[tuple[int, frozenset[int]], ...]:
     """What may be applied now, in order: (step, states to bring from `step - 1` to `step`), only at or below the committed step.
 
-    States that the increment does not name are included: they advance unchanged. So are states that begin or end with it.
+    States that the increment does not name are included: they advance unchanged. So are states that begin or end with it. On NVMe
+    a state may have begun at or below the least base and have no base of its own yet: then it starts from there.
     """
     present, todo = dict(copy.bases), []
-    for step in range(copy.least_base + 1, min(committed, copy.top) + 1):
+    first = min([copy.least_base + 1, *_births(copy)])
+    for step in range(first, min(committed, copy.top) + 1):
         increment = copy.held[step]
         behind = {state for state, at in present.items() if at < step}
         if hold is not None and step > hold.step:
@@ -221,8 +223,14 @@ def _refusal(copy: Copy, incarnation: int) -> Refused | None:
 
 
 def _births(copy: Copy) -> list[int]:
-    """Steps in which states that have no base yet were shipped whole."""
-    return [step for step, increment in copy.held.items() if increment.whole - copy.bases.keys()]
+    """Steps in which states that have no base yet were shipped whole; not of those that have ended in every cut there is."""
+    births, gone = [], set[int]()
+    for step in sorted(copy.held, reverse=True):
+        if step <= copy.floor:
+            gone |= copy.held[step].removed
+        if copy.held[step].whole - copy.bases.keys() - gone:
+            births.append(step)
+    return births
 
 
 def _contiguous(held: Mapping[int, Held], top: int) -> int:
