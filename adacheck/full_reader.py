@@ -10,14 +10,14 @@ import torch
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import NotFound
 from adacheck.capture.opaque import decode
-from adacheck.digest import digest, state_digest, tensor_digest, tensor_digest_of_bytes
+from adacheck.digest import digest, tensor_digest_of_bytes
 from adacheck.errors import DamagedCut, StateMismatch
 from adacheck.manifests import encoding, keys
 from adacheck.manifests.errors import FormatError, NewerFormat
 from adacheck.manifests.record import Full, FullEntry, Segment, Shard, ShardTensor
 from adacheck.safetensors_shard import LENGTH_BYTES, Place, header_bytes, places
 from adacheck.states import State, dtype_of, spec_bytes, tensor_bytes
-from adacheck.tiling import unlisted, untiled
+from adacheck.tiling import unlike_its_tensors, unlisted, untiled
 
 WINDOW_BYTES = 8 << 20
 """Length of one ranged get; the small tensors beside the one asked for come with it."""
@@ -50,19 +50,10 @@ def _read_manifest(backend: Backend, entry: FullEntry) -> Full:
         raise DamagedCut(
             f"{key} is of step {manifest.step}, incarnation {manifest.incarnation}; listed is {entry.step}, {entry.incarnation}"
         )
-    problem = next(unlisted(manifest), None) or next(untiled(manifest.states), None) or _unlike_its_tensors(manifest)
+    problem = next(unlisted(manifest), None) or next(untiled(manifest.states), None) or unlike_its_tensors(manifest)
     if problem:
         raise DamagedCut(f"the full checkpoint {entry.folder} is not whole: {problem}")
     return manifest
-
-
-def _unlike_its_tensors(manifest: Full) -> str | None:
-    """A state whose digest is not that of the tensors listed for it."""
-    held = {(held.state, held.tensor): held.digest for shard in manifest.shards for held in shard.tensors}
-    for at, (spec, wanted) in enumerate(zip(manifest.states, manifest.digests, strict=True)):
-        if state_digest(spec, [held.get((at, tensor.name), tensor_digest([])) for tensor in spec.tensors]) != wanted:
-            return f"the digest of state {at} ({spec.fqn}) is not that of its tensors"
-    return None
 
 
 def _get(backend: Backend, key: str, byte_range: tuple[int, int] | None) -> bytes:

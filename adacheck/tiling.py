@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import prod
 
+from adacheck.digest import state_digest, tensor_digest
 from adacheck.manifests.record import Full, StateSpec, TensorSpec
 
 
@@ -97,3 +98,12 @@ def unlisted(manifest: Full) -> Iterator[str]:
             seen.add(place)
     for place in wanted.keys() - seen - empty:
         yield f"{wanted[place]} (state {place[0]}) is in no shard"
+
+
+def unlike_its_tensors(manifest: Full) -> str | None:
+    """A state whose digest is not that of the tensors listed for it."""
+    held = {(held.state, held.tensor): held.digest for shard in manifest.shards for held in shard.tensors}
+    for at, (spec, wanted) in enumerate(zip(manifest.states, manifest.digests, strict=True)):
+        if state_digest(spec, [held.get((at, tensor.name), tensor_digest([])) for tensor in spec.tensors]) != wanted:
+            return f"the digest of state {at} ({spec.fqn}) is not that of its tensors"
+    return None

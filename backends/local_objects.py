@@ -25,9 +25,14 @@ _ATTEMPTS = 10
 
 
 class LocalObjects:
-    """What `ObjectStore` needs of a place, on local files. A temporary's name begins with `~`, which no key may hold."""
+    """What `ObjectStore` needs of a place, on local files. A temporary's name begins with `~`, which no key may hold.
 
-    def __init__(self, root: Path, files: LocalFiles | None = None, filesystem: FilesystemType = filesystem_type) -> None:
+    `read_only`: for tools that only look; the directory must exist, and is neither made nor need it be writable.
+    """
+
+    def __init__(
+        self, root: Path, files: LocalFiles | None = None, filesystem: FilesystemType = filesystem_type, *, read_only: bool = False
+    ) -> None:
         self.name = f"file://{root}"
         self._root = root
         self._files = files or LocalFiles()
@@ -40,6 +45,10 @@ class LocalObjects:
             survives_process=True,
             survives_host=is_network(filesystem(root)),
         )
+        if read_only:
+            if not root.is_dir():
+                raise Denied(f"{root} does not exist or is no directory; check the address")
+            return
         with self._translated("make the directory", root):
             make_directories(self._files, root)
         if not os.access(root, os.W_OK | os.X_OK):

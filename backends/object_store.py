@@ -20,7 +20,7 @@ class ObjectStore(Backend):
 
     Args:
         url: the address.
-        options: for `file`, those of `LocalObjects` (`files`); for `s3`, s3fs's own (`endpoint_url`, `key`, `secret`,
+        options: for `file`, those of `LocalObjects` (`files`, `read_only`); for `s3`, s3fs's own (`endpoint_url`, `key`, `secret`,
             `profile`, ...) and `part_bytes`.
 
     Raises:

@@ -380,3 +380,13 @@ print(code, list(store.list("")))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("7 ['a', 'b']\n", 0), done.stderr
+
+
+def test_read_only_makes_no_directory_and_needs_no_right_to_write(tmp_path: Path) -> None:
+    with pytest.raises(Denied, match="does not exist"):
+        ObjectStore(f"file://{tmp_path}/absent", read_only=True)
+    assert not (tmp_path / "absent").exists()
+    with ObjectStore(f"file://{tmp_path}/there") as store:
+        store.put("a/b", b"x")
+    with ObjectStore(f"file://{tmp_path}/there", read_only=True) as store:
+        assert store.get("a/b") == b"x" and list(store.list("")) == ["a/b"]
