@@ -88,7 +88,7 @@ def bench(
     arm: Annotated[list[str] | None, typer.Option(help="Measure only this arm; may be given again.")] = None,
     paired: Annotated[list[str] | None, typer.Option(help="Arm to compare with none in pairs; may be given again.")] = None,
     paired_steps: Annotated[int, typer.Option(help="Steps of each side of a pair, in blocks of 5; 0 leaves pairs out.")] = 20,
-    alone_steps: Annotated[int, typer.Option(help="Steps of each arm alone; 0 leaves this out.")] = 8,
+    alone_steps: Annotated[int, typer.Option(help="Steps of each arm alone; 0 leaves this out.")] = 6,
     rates: Annotated[bool, typer.Option(help="Measure replay, digest and log by themselves.")] = True,
     directory: Annotated[Path | None, typer.Option(help="Where to write checkpoints: a disk worth measuring.")] = None,
     small: Annotated[bool, typer.Option(help="A tiny model, to see that everything runs.")] = False,
