@@ -5,10 +5,12 @@ Records only, and without torch: a restore, `steps()` and `adacheck-fsck` ask th
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from adacheck import catalogue
 from adacheck.backends.base import Backend
+from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.errors import DamagedCut, ReplayRefused
 from adacheck.incarnations import read_forks
 from adacheck.keeper.cut import ForkEntry, Offer, reach
@@ -46,7 +48,7 @@ class Sources:
 
 
 def gather(run: str, objects: Backend, nvme: Backend | None) -> Sources:
-    """Look at every source of a run; reads records only.
+    """Look at every source of a run; reads records only, those on NVMe as they are at one moment.
 
     Raises:
         DamagedCut: the fork table cannot be read.
@@ -56,7 +58,8 @@ def gather(run: str, objects: Backend, nvme: Backend | None) -> Sources:
     found: Scan | None = None
     if nvme is not None:
         try:
-            found = scan(nvme, run)
+            with nvme.snapshot() if isinstance(nvme, LmdbBackend) else nullcontext(nvme) as moment:
+                found = scan(moment, run)
         except FormatError as error:
             rejected.append(f"chain record of {nvme.name}: {error}")
         else:

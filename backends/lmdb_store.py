@@ -28,6 +28,7 @@ from adacheck.backends.errors import BackendError, Busy, Damaged, Denied, Full, 
 from adacheck.backends.gate import Gate
 from adacheck.backends.lmdb_directory import DATA_FILE, MAP_BYTES_MIN, free_bytes, lock_directory, map_bytes
 from adacheck.backends.lmdb_pages import check_file, check_header
+from adacheck.backends.lmdb_snapshot import LmdbSnapshot
 from adacheck.backends.mounts import FilesystemType, filesystem_type, is_network
 from adacheck.backends.os_errors import FULL, translate_os_error
 
@@ -132,6 +133,12 @@ class LmdbBackend(Backend):
     def delete(self, key: str) -> None:
         """As `Backend.delete`, synced to the disk."""
         self.put_many([(key, None)])
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Backend]:
+        """The store as it is now, whatever another process writes meanwhile. Pages are not reused until it ends: keep it short."""
+        with self._gate.call(), self._translated("read"), self._env.begin(buffers=True) as transaction:
+            yield LmdbSnapshot(self.name, self.traits, transaction, self._translated)
 
     def close(self) -> None:
         """As `Backend.close`; waits for calls of other threads, those that write included."""

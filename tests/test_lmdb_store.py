@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from adacheck.backends.base import Backend, Created, Expect, Item
-from adacheck.backends.errors import Busy, Damaged, Denied, Full
+from adacheck.backends.errors import Busy, Damaged, Denied, Full, NotFound
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.mounts import filesystem_type, is_network, type_in_mountinfo
 from tests.backend_suite import BackendTests
@@ -515,3 +515,20 @@ try: LmdbBackend(path)
 except Full as error: print("full", path in str(error))
 """
     assert _run(script, tmp_path / "store") == "full True"
+
+
+def test_a_snapshot_does_not_see_what_is_written_after_it(tmp_path: Path) -> None:
+    with LmdbBackend(tmp_path / "x") as writer:
+        writer.put_many([("a/1", b"one"), ("a/2", b"two"), ("b", b"bee")])
+        with writer.snapshot() as moment:
+            writer.put_many([("a/1", None), ("a/2", b"changed"), ("a/3", b"new")])
+            assert list(moment.list("a/")) == ["a/1", "a/2"] and list(moment.list("")) == ["a/1", "a/2", "b"]
+            assert moment.get("a/1") == b"one" and moment.get("a/2", (1, 2)) == b"w"
+            found = moment.stat("b")
+            assert found is not None and found.size_bytes == 3 and moment.stat("a/3") is None
+            with pytest.raises(NotFound):
+                moment.get("a/3")
+            for write in (lambda: moment.put("c", b""), lambda: moment.put_many([]), lambda: moment.delete("b")):
+                with pytest.raises(Denied, match="only reads"):
+                    write()
+        assert list(writer.list("a/")) == ["a/2", "a/3"]
