@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from adacheck import install, start
+from adacheck import catalogue, install, start
 from adacheck.backends.errors import BackendError
 from adacheck.capture.blocks import Blocks, PoolEmpty
 from adacheck.capture.hooks import Capture
@@ -26,11 +26,16 @@ from adacheck.keeper import proof, refresh
 from adacheck.keeper.certify import Certifier
 from adacheck.keeper.driver import Keeper
 from adacheck.keeper.progress import lost
+from adacheck.manifests.record import FullEntry
 from adacheck.memory_need import available_bytes, block_count, memory_budget
+from adacheck.reattach import begin_generation
 from adacheck.recovery import Cut
 
 if TYPE_CHECKING:
     from adacheck.store import Store
+
+RETRY_STEPS = 32
+"""Steps after which a keeper that gave up is begun again."""
 
 _log = logging.getLogger("adacheck")
 
@@ -82,6 +87,9 @@ class Checkpointer:
         self._schedule: tuple[refresh.Layout, refresh.Schedule] | None = None
         self._said: set[str] = set()
         self._blocked_s = 0.0
+        self._budget = 0
+        self._retry_at: int | None = None
+        self._before_gap = (-1, 0, 0)  # step a new generation began after, and what was committed and durable then
         self._closed = False
         self.restored: Cut | None = None
         """The cut `restore()` returned: source, increments replayed; without its states."""
@@ -141,6 +149,8 @@ class Checkpointer:
             except PoolEmpty as error:
                 self._detach(error)
         self._say(keeper)
+        if isinstance(keeper.failure, Detached):
+            self._reattach(keeper)
         self._blocked_s = self._capture.take_blocked_s() + time.perf_counter() - begun
 
     def status(self) -> Status:
@@ -151,11 +161,14 @@ class Checkpointer:
         progress, payloads = keeper.progress(), keeper.payloads()
         published = progress.published if progress.published >= 0 else None
         proven = proof.newest_proven(keeper.shared.chain.proof, progress.committed)
+        gap, committed, durable = self._before_gap
+        if progress.committed > gap:
+            committed, durable = progress.committed, progress.durable
         return Status(
             self._step,
-            progress.acked,
-            progress.committed,
-            progress.durable,
+            max(progress.acked, 0),
+            max(committed, 0),
+            max(durable, progress.published),
             proven,
             published,
             self._blocked_s * 1e3,
@@ -258,12 +271,47 @@ class Checkpointer:
         gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
         state_bytes = max(state_bytes, 3 * gradient_bytes)  # optimizer tensors may be still to come
         self._blocks.count = block_count(gradient_bytes, state_bytes, self._refresh_steps())
-        budget = memory_budget(self._config.memory_budget_bytes, self._blocks.count, state_bytes, available_bytes())
+        self._budget = memory_budget(self._config.memory_budget_bytes, self._blocks.count, state_bytes, available_bytes())
         chain = start.bring_copies_in(begun, cut)
-        self._keeper = Keeper(chain, self._config, budget, self._blocks, self._store.objects, begun.sources.fulls)
+        self._keeper = Keeper(chain, self._config, self._budget, self._blocks, self._store.objects, begun.sources.fulls)
         self._capture.restored(chain.shadow)
+        self._round(self._keeper)
         self._keeper.start()
         atexit.register(self._at_exit)
+
+    def _reattach(self, failed: Keeper) -> None:
+        """After a keeper gave up: begin a new generation at this step, if its threads have ended and `RETRY_STEPS` have passed."""
+        if self._retry_at is None:
+            self._retry_at = self._step + RETRY_STEPS
+            self._capture.suspended = True
+            failed.stop(0.0)
+        if self._step < self._retry_at or failed.running or self._start is None:
+            return
+        self._retry_at = self._step + RETRY_STEPS
+        try:
+            chain = begin_generation(self._start, failed.shared.chain, self._step)
+        except (AdacheckError, BackendError) as error:
+            _log.warning("checkpoints cannot begin again yet: %s", error)
+            return
+        old, self._retry_at = self.status(), None
+        self._before_gap = (self._step, old.committed, old.durable)
+        self._use_new_blocks(self._blocks.count)
+        self._keeper = Keeper(chain, self._config, self._budget, self._blocks, self._store.objects, self._listed())
+        self._capture.restored(())
+        self._capture.suspended = False
+        self._schedule = None
+        self._keeper.start()
+        _log.warning(
+            "checkpoints begin again with step %d; steps %d to %d cannot be restored", self._step + 1, old.committed + 1, self._step
+        )
+
+    def _use_new_blocks(self, count: int) -> None:
+        self._blocks = Blocks(count, self._config.deadline_s, self._blocks.blocked_s)
+        self._writer = self._capture.writer = PieceWriter(self._blocks, self._submit)
+
+    def _listed(self) -> tuple[FullEntry, ...]:
+        assert self._start is not None
+        return catalogue.head(self._store.objects, self._start.sources.run).fulls
 
     def _make_increment(self, keeper: Keeper) -> None:
         self._round(keeper)

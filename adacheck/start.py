@@ -124,7 +124,9 @@ def bring_copies_in(start: Start, cut: Cut | None) -> ChainState:
     Raises:
         Superseded: a later incarnation has started meanwhile.
     """
-    name = ChainName(start.sources.run, GENERATION, start.incarnation.incarnation, CHAIN)
+    scanned = start.sources.scan
+    generation = GENERATION if scanned is None else scanned.chain.generation
+    name = ChainName(start.sources.run, generation, start.incarnation.incarnation, CHAIN)
     step = 0 if cut is None else cut.step
     before = start.sources.fork_table
     proven = cut is None or cut.proven

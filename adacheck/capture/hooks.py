@@ -59,7 +59,7 @@ class Capture:
         self.inventory = inventory
         self.known: set[int] = set()
         """States the chain has a complete value of; others go whole."""
-        self._writer, self._verdicts, self._failed = writer, verdicts, failed
+        self.writer, self._verdicts, self._failed = writer, verdicts, failed
         self._clip, self._watch, self._quiet = ClipCoefficients(), Watch(), QuietOptimizers()
         self._step, self._signature = _Step(), inventory.signature()
         self._handles: list[tuple[torch.optim.Optimizer, Any, Any]] = []
@@ -212,7 +212,7 @@ class Capture:
         if number not in self.known or number in self._watch.moved:
             step.incomparable.add(number)  # it goes whole at the end of the step, and there is nothing to compare with
         if number not in step.incomparable:
-            self._writer.send("gradient", number, event, "grad", gradient, self._clip.of(live.parameter))
+            self.writer.send("gradient", number, event, "grad", gradient, self._clip.of(live.parameter))
             step.gradients.append(DraftGradient(number, event, dtype_name(gradient.dtype)))
 
     def _after_step(self, name: str, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -224,14 +224,14 @@ class Capture:
         scalars = live.scalars()
         spec = live.spec(opaque.encode(f"optimizer entries of {live.fqn}", scalars) if scalars else b"")
         for name, tensor in live.tensors().items():
-            self._writer.send("value", live.state, 0, name, tensor, None)
+            self.writer.send("value", live.state, 0, name, tensor, None)
         return DraftValue(spec, reason)
 
     def _send_refresh(self, live: LiveState, ranges: list[tuple[str, int, int]]) -> None:
         tensors = live.tensors()
         for name, start, stop in ranges:
             if name in tensors and stop <= tensors[name].numel():
-                self._writer.send_range("refresh", live.state, 0, name, tensors[name], start, stop)
+                self.writer.send_range("refresh", live.state, 0, name, tensors[name], start, stop)
 
     def _say_once(self, live: LiveState, reason: str) -> None:
         if reason not in self._said:

@@ -112,6 +112,8 @@ class ApplyThread:
         ]
         certificates = certify.certificates(chain.certifier)
         try:
+            if not chain.nvme_copy.stored:
+                chain.nvme_copy.replace_generation()
             if due:
                 chain.nvme_copy.roll([chain.shadow[state] for state in due], step, certificates)
             with shared.changed:

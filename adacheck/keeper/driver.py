@@ -54,7 +54,7 @@ class Keeper:
             thread.start()
 
     def stop(self, deadline_s: float) -> None:
-        """End the threads once what is queued is logged; what is not committed is not applied."""
+        """End the threads once what is queued is logged; what is not committed is not applied. With 0, do not wait for them."""
         with self.shared.changed:
             self.shared.stopping = True
             self.shared.changed.notify_all()
@@ -62,7 +62,7 @@ class Keeper:
         self._full_thread.stop()
         for thread in self._threads:
             thread.join(timeout=deadline_s)
-            if thread.is_alive():
+            if thread.is_alive() and deadline_s > 0:
                 _log.warning("thread %s has not ended within %.0f s and is left behind", thread.name, deadline_s)
 
     def submit(self, message: Message) -> None:
@@ -70,6 +70,11 @@ class Keeper:
         if isinstance(message, Draft):
             self.submitted = message.step
         self._log_thread.submit(message)
+
+    @property
+    def running(self) -> bool:
+        """Whether any of its threads has not ended."""
+        return any(thread.is_alive() for thread in self._threads)
 
     @property
     def failure(self) -> AdacheckError | None:

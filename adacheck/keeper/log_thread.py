@@ -30,6 +30,7 @@ class LogThread:
         self._memory_budget_bytes = memory_budget_bytes
         self._writer = LogWriter(shared.chain.name, shared.chain.cut, shared.chain.link)
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._ending = False
         self.payloads: dict[int, Mapping[str, int]] = {}
         """Stored bytes of the newest steps, by payload."""
         self.cpu_s = 0.0
@@ -40,7 +41,7 @@ class LogThread:
 
     def run(self) -> None:
         """Store batch after batch until the end."""
-        while (first := self._queue.get()) is not None:
+        while not self._ending and (first := self._queue.get()) is not None:
             batch = self._store(first)
             self._account(batch)
             self.cpu_s = time.thread_time()
@@ -52,8 +53,7 @@ class LogThread:
             message = self._queue.get_nowait()
         except queue.Empty:
             return None
-        if message is None:
-            self._queue.put(None)
+        self._ending = message is None
         return message
 
     def _store(self, first: Message) -> Batch:

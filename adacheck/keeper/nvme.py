@@ -30,6 +30,7 @@ class NvmeCopy:
         chain: head record as stored.
         fence: what the `fence` key holds while this incarnation is the newest.
         increments, bases: what is stored, by step and by state.
+        stored: whether the head record in the backend is of this generation already.
     """
 
     backend: Backend
@@ -37,6 +38,7 @@ class NvmeCopy:
     fence: bytes
     increments: dict[int, Stored] = field(default_factory=dict)
     bases: dict[int, Stored] = field(default_factory=dict)
+    stored: bool = True
 
     @property
     def expect(self) -> Expect:
@@ -108,6 +110,13 @@ class NvmeCopy:
             base = yield from self._state_items(keys.base(generation, number, step), state, step)
             bases[number] = Stored(step, len(base.segments))
 
+    def replace_generation(self) -> None:
+        """Make this generation the one a restore reads, and delete the older ones; its first cut must be here already."""
+        self._put_with_chain((), dict(self.bases), (self.chain.anchor_step, self.chain.anchor_link), self.chain.certificates)
+        mine = keys.generation_prefix(self.chain.generation)
+        self._delete([name for name in self.backend.list("g") if not name.startswith(mine)])
+        self.stored = True
+
     def truncate(self, cut: int, incarnation: int, certificates: tuple[Certificate, ...]) -> None:
         """Bring the copy into an incarnation that starts from `cut`: what is above it goes, and whatever was staged."""
         self.unstage()
@@ -123,21 +132,20 @@ class NvmeCopy:
     def _sweep(self) -> None:
         """Delete what a killed process left: segments of an increment or base whose record was never written."""
         generation = self.chain.generation
-        prefixes = [keys.increment(generation, step) for step in self.increments]
-        prefixes += [keys.base(generation, state, stored.step) for state, stored in self.bases.items()]
-        known = set(prefixes)
-        names = self.backend.list(keys.generation_prefix(generation))
-        stale = [name for name in names if name not in known and name.rpartition("/")[0] not in known]
-        for at in range(0, len(stale), 1000):
-            self.put_many((name, None) for name in stale[at : at + 1000])
+        known = {keys.CHAIN, keys.FENCE}
+        known.update(keys.increment(generation, step) for step in self.increments)
+        known.update(keys.base(generation, state, stored.step) for state, stored in self.bases.items())
+        self._delete([name for name in self.backend.list("") if name not in known and name.rpartition("/")[0] not in known])
 
     def clear(self, step: int, link: bytes) -> None:
         """Drop all increments and bases, and begin again after `step`, whose link is `link`."""
-        names = list(self.backend.list(keys.generation_prefix(self.chain.generation)))
-        for at in range(0, len(names), 1000):
-            self.put_many((name, None) for name in names[at : at + 1000])
+        self._delete([name for name in self.backend.list("") if name not in (keys.CHAIN, keys.FENCE)])
         self.increments.clear()
         self._put_with_chain((), {}, (step, link), self.chain.certificates)
+
+    def _delete(self, names: list[str]) -> None:
+        for at in range(0, len(names), 1000):
+            self.put_many((name, None) for name in names[at : at + 1000])
 
     def stage(self, states: Iterable[State], step: int) -> list[Base]:
         """Copy states out for the full checkpoint at `step`; gives their records."""
@@ -176,9 +184,7 @@ class NvmeCopy:
         """Remove what was staged for one full checkpoint, or for all."""
         generation = self.chain.generation
         prefix = keys.all_staged_prefix(generation) if step is None else keys.staged_prefix(generation, step)
-        names = list(self.backend.list(prefix))
-        for at in range(0, len(names), 1000):
-            self.put_many((name, None) for name in names[at : at + 1000])
+        self._delete(list(self.backend.list(prefix)))
 
     def put_many(self, items: Iterable[Item]) -> None:
         """One transaction under the fence."""

@@ -1,0 +1,91 @@
+"""After a keeper had to give up, training goes on and a new generation begins; the old cut stays restorable until then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adacheck import checkpointer as checkpointer_module
+from adacheck.errors import Detached
+from adacheck.store import Store
+
+
+def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = torch.nn.Linear(8, 4)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(5, 8)).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("nvme", ["", "none"])
+def test_a_keeper_that_gave_up_is_begun_again_with_a_new_base(
+    tmp_path: Path, nvme: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpointer_module, "RETRY_STEPS", 3)
+    uri = f"file://{tmp_path}/run" + (f"?nvme={nvme}" if nvme else "")
+    store = Store.open(uri, full_every=100)
+    model, optimizer = make()
+    ckpt = store.attach(model, optimizer)
+    ckpt.restore()
+    for _ in range(10):
+        train(model, optimizer)
+        ckpt.step()
+    ckpt.drain()
+    assert ckpt._keeper is not None
+    ckpt._keeper.shared.fail(Detached("simulated: the keeper lost its window"))
+    for _ in range(8):
+        train(model, optimizer)
+        ckpt.step()
+    ckpt.drain()
+    status = ckpt.status()
+    assert status.failure is None
+    assert status.committed == status.step == 18
+    assert sum("checkpoints have stopped" in record.message for record in caplog.records) == 1, "said once"
+    for _ in range(12):
+        train(model, optimizer)
+        ckpt.step()
+    live = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ckpt.close()
+
+    fresh, fresh_optimizer = make()
+    again = Store.open(uri).attach(fresh, fresh_optimizer)
+    assert again.restore() == 30
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(tensor, live[name])
+    again.close()
+
+
+def test_the_old_cut_stays_until_the_new_generation_has_its_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointer_module, "RETRY_STEPS", 1)
+    store = Store.open(f"file://{tmp_path}/run")
+    model, optimizer = make()
+    ckpt = store.attach(model, optimizer)
+    ckpt.restore()
+    for _ in range(6):
+        train(model, optimizer)
+        ckpt.step()
+    ckpt.drain()
+    at_six = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert ckpt._keeper is not None
+    ckpt._keeper.shared.fail(Detached("simulated"))
+    while ckpt.status().failure is not None:  # begins again at the end of a step, and has no increment yet
+        train(model, optimizer)
+        ckpt.step()
+    assert ckpt.status().committed == 6
+    assert ckpt._keeper is not None and ckpt._start is not None
+    ckpt._keeper.stop(10.0)
+    ckpt._start.release()
+
+    fresh, fresh_optimizer = make()
+    again = Store.open(f"file://{tmp_path}/run").attach(fresh, fresh_optimizer)
+    assert again.restore() == 6
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(tensor, at_six[name])
+    again.close()
