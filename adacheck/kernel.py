@@ -31,6 +31,7 @@ _ALIKE = ({"AVX2", "AVX512"},)
 _CHOICES = ("fused", "foreach")
 _BRANCHES = ("momentum", "weight_decay")
 _DTYPES = ("gradient", "parameter")
+_WHOLE_VECTORS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +139,25 @@ def replayable(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.
         return "its gradient is sparse"
     if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
         return f"its gradient is {parameter.grad.dtype} and its parameter {parameter.dtype}"
+    if parameter.grad is not None and not _in_one_order(parameter, parameter.grad):
+        return "its parameter or gradient does not lie in memory in row-major order"
     if kind is torch.optim.SGD and group["momentum"] != 0 and parameter.dtype in (torch.bfloat16, torch.float16):
         fused = implementation_of(name, group, [parameter]) == "fused"
         return "fused SGD with momentum gives other bits from run to run below fp32" if fused else None
     return None
+
+
+def _in_one_order(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether a step computes every element as it does on row-major copies of both.
+
+    Vectorised kernels compute the last elements in memory, and strided ones, by other code. A dense tensor in another order
+    (channels last) is as good where whole vectors fit into it, and its gradient lies the same way.
+    """
+    if parameter.is_contiguous() and gradient.is_contiguous():
+        return True
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    dense = parameter.permute(order).is_contiguous() and gradient.stride() == parameter.stride()
+    return dense and parameter.numel() % _WHOLE_VECTORS == 0
 
 
 def _mixed(optimizer: Optimizer, implementation: str, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> list[str]:

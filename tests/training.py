@@ -46,12 +46,14 @@ class Job:
         optimizers = self.optimizer if list(self.optimizers) == ["optim"] else self.optimizers
         return store.attach(self.model, optimizers, self.extra)
 
-    def train(self, ckpt: Checkpointer | None, first: int, last: int) -> None:
-        """Do the iterations after `first` up to `last`."""
+    def train(self, ckpt: Checkpointer | None, first: int, last: int, *, settle: bool = False) -> None:
+        """Do the iterations after `first` up to `last`; `settle` lets the keeper finish each before the next one."""
         for n in range(first + 1, last + 1):
             self.iterate(self, n)
             if ckpt is not None:
                 ckpt.step()
+                if settle:
+                    ckpt.drain()
 
     def bits(self) -> dict[str, str]:
         """Everything the job holds, by name: digests of tensors with dtype and shape, hyperparameters, `extra`, generators."""

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from adacheck.capture import opaque
 from adacheck.capture.blocks import PoolEmpty
@@ -106,7 +107,8 @@ class Capture:
         self._look_again()
         states = self.inventory.states
         self._watch.check(states.values())
-        reasons = self._reasons(done, self._watch.collect(), drifted)
+        moved = self._watch.collect()
+        reasons = self._reasons(done, moved, drifted)
         values = [self._send_value(states[number], reasons[number]) for number in sorted(reasons) if number in states]
         refreshes = tuple(n for n in sorted(refresh) if n in states and n not in reasons)
         for number in refreshes:
@@ -118,17 +120,17 @@ class Capture:
         self._depth.clear()
         self._keep_order()
         gradients = tuple(g for g in done.gradients if g.state not in done.incomparable)
-        comparable = frozenset(done.certifying & reasons.keys()) - done.incomparable
+        comparable = frozenset(done.certifying & reasons.keys()) - done.incomparable - moved
         return Draft(step, tuple(done.events), gradients, tuple(values), refreshes, removed, comparable, 0, 0)
 
     def _reasons(self, done: _Step, moved: frozenset[int], drifted: frozenset[int]) -> dict[int, str]:
         """Which states go whole in this cut, and why; the first reason in order of weight is the one told."""
         states = self.inventory.states
-        reasons = {number: "buffer" for number, live in states.items() if live.kind != "parameter" and _small(live)}
+        reasons = {number: "buffer" for number, live in states.items() if live.kind != "parameter" and _unwatched(live)}
         reasons.update(self._quiet.reasons(self.inventory, done.fired))
         reasons.update(dict.fromkeys(done.certifying, "certify"))
         reasons.update(done.stepped)
-        reasons.update(dict.fromkeys(drifted & states.keys(), "drift"))
+        reasons.update(dict.fromkeys((drifted | self._verdicts().unsteady) & states.keys(), "drift"))
         reasons.update(dict.fromkeys(moved & states.keys(), "write"))
         reasons.update(dict.fromkeys(states.keys() - self.known, "first"))
         return reasons
@@ -239,9 +241,11 @@ class Capture:
             _log.warning("%s and others go whole at every step, not as gradients: %s", live.fqn, reason)
 
 
-def _small(live: LiveState) -> bool:
+def _unwatched(live: LiveState) -> bool:
+    """Whether the watch may miss writes to this buffer: batch norm's kernel writes running statistics of any size unseen."""
     tensor = live.current()
-    return tensor.numel() * tensor.element_size() < SMALL_BYTES
+    by_kernel = live.owner is not None and isinstance(live.owner[0], _NormBase)
+    return by_kernel or tensor.numel() * tensor.element_size() < SMALL_BYTES
 
 
 def _unreplayable_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -45,7 +45,12 @@ class Certifier:
 
     def denied(self, state: int, kernel: Kernel) -> bool:
         """Whether this state goes as `value` for good under this kernel."""
-        return state in self._of(kernel).denied or self.drifts.get(state, 0) >= DRIFTS
+        return state in self._of(kernel).denied or state in self.unsteady
+
+    @property
+    def unsteady(self) -> frozenset[int]:
+        """States, stepped or not, in which drift was found so often that they go as `value` for good."""
+        return frozenset(state for state, count in self.drifts.items() if count >= DRIFTS)
 
     def states(self, kernel: Kernel) -> tuple[int, ...]:
         """The certified states under this kernel, in order."""
@@ -98,8 +103,7 @@ def certificates(certifier: Certifier) -> tuple[Certificate, ...]:
     """The verdicts worth keeping, one record a kernel. States denied for drift are denied under each kernel they are known under."""
     records = []
     for kernel, known in certifier.proofs.items():
-        drifts_denied = {state for state, count in certifier.drifts.items() if count >= DRIFTS}
-        denied = tuple(sorted(known.denied | drifts_denied))
+        denied = tuple(sorted(known.denied | certifier.unsteady))
         states = certifier.states(kernel)
         if states or denied:
             records.append(Certificate(kernel, states, denied))
