@@ -15,7 +15,7 @@ help:
 	@echo "make bench         step time and blocked time, against torch.save and torch.distributed.checkpoint"
 	@echo "make lint          ruff and mypy --strict"
 
-# pip, not a faster installer: only pip's own settings know where this machine keeps its torch builds.
+# pip, not a faster installer: pip alone knows every index that the machine is set up with.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "adacheck needs Python 3.11 or newer; set PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
@@ -26,7 +26,7 @@ demo: $(STAMP)
 	$(BIN)/adacheck-demo $(if $(S3),--s3)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(BIN)/adacheck-bench
