@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from adacheck.keeper.driver import Keeper
 from adacheck.keeper.progress import lost
 from adacheck.manifests.record import FullEntry
 from adacheck.memory_need import available_bytes, block_count, memory_budget
+from adacheck.preemption import finish_on_sigterm, forget
 from adacheck.reattach import begin_generation
 from adacheck.recovery import Cut
 
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 
 RETRY_STEPS = 32
 """Steps after which a keeper that gave up is begun again."""
+
+BLOCK_DEADLINE_S = 60.0
+"""Longest the trainer waits for a block before the keeper is taken for stuck, and training goes on without it."""
 
 _log = logging.getLogger("adacheck")
 
@@ -81,13 +86,13 @@ class Checkpointer:
         self._start: start.Start | None = None
         self._keeper: Keeper | None = None
         self._rounds = SingleProcess()
-        self._blocks = Blocks(0, store.config.deadline_s)
+        self._blocks = Blocks(0, min(store.config.deadline_s, BLOCK_DEADLINE_S))
         self._writer = PieceWriter(self._blocks, self._submit)
         self._capture = Capture(inventory, self._writer, self._verdicts, self._detach)
         self._schedule: tuple[refresh.Layout, refresh.Schedule] | None = None
         self._said: set[str] = set()
         self._blocked_s = 0.0
-        self._budget = 0
+        self._budget, self._pid = 0, os.getpid()
         self._retry_at: int | None = None
         self._before_gap = (-1, 0, 0)  # step a new generation began after, and what was committed and durable then
         self._closed = False
@@ -158,7 +163,7 @@ class Checkpointer:
         keeper = self._keeper
         if keeper is None:
             return Status(self._step, 0, 0, -1, None, None, 0.0, 0.0, {}, (), None, {})
-        progress, payloads = keeper.progress(), keeper.payloads()
+        progress = keeper.progress()
         published = progress.published if progress.published >= 0 else None
         proven = proof.newest_proven(keeper.shared.chain.proof, progress.committed)
         gap, committed, durable = self._before_gap
@@ -173,7 +178,7 @@ class Checkpointer:
             published,
             self._blocked_s * 1e3,
             self._blocks.blocked_s * 1e3,
-            payloads[max(payloads)] if payloads else {},
+            keeper.newest_payload(),
             lost(progress),
             str(keeper.failure) if keeper.failure else None,
             keeper.cpu_s(),
@@ -231,6 +236,7 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        forget(self._on_sigterm)
         self._capture.remove()
         try:
             if self._keeper is not None and self._keeper.submitted == self._step:
@@ -277,7 +283,9 @@ class Checkpointer:
         self._capture.restored(chain.shadow)
         self._round(self._keeper)
         self._keeper.start()
+        self._pid = os.getpid()
         atexit.register(self._at_exit)
+        finish_on_sigterm(self._on_sigterm)
 
     def _reattach(self, failed: Keeper) -> None:
         """After a keeper gave up: begin a new generation at this step, if its threads have ended and `RETRY_STEPS` have passed."""
@@ -306,7 +314,7 @@ class Checkpointer:
         )
 
     def _use_new_blocks(self, count: int) -> None:
-        self._blocks = Blocks(count, self._config.deadline_s, self._blocks.blocked_s)
+        self._blocks = Blocks(count, self._blocks.deadline_s, self._blocks.blocked_s)
         self._writer = self._capture.writer = PieceWriter(self._blocks, self._submit)
 
     def _listed(self) -> tuple[FullEntry, ...]:
@@ -327,7 +335,6 @@ class Checkpointer:
         if draft.values or draft.removed:
             self._schedule = None
         keeper.submit(replace(draft, committed=progress.committed, durable=progress.durable))
-        self._rounds.begin(keeper.vector())
 
     def _round(self, keeper: Keeper) -> None:
         """Learn the rounds that finished, and in a world of one run one at once."""
@@ -406,7 +413,13 @@ class Checkpointer:
         if self._closed:
             raise Closed(f"{what}() was called after close(), which came at step {self._step}; attach again to go on")
 
+    def _on_sigterm(self) -> None:
+        _log.warning("SIGTERM: step %d is made durable before the process ends", self._step)
+        self._at_exit()
+
     def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child has no keeper
         try:
             self.close()
         except (AdacheckError, BackendError) as error:

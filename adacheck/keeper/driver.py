@@ -121,6 +121,11 @@ class Keeper:
         """Stored bytes of the newest steps, by payload."""
         return dict(self._log_thread.payloads)
 
+    def newest_payload(self) -> Mapping[str, int]:
+        """Stored bytes of the newest logged step, by payload."""
+        payloads = self._log_thread.payloads
+        return payloads[max(payloads)] if payloads else {}
+
     def cpu_s(self) -> Mapping[str, float]:
         """CPU seconds used so far, by thread."""
         return {"log": self._log_thread.cpu_s, "apply": self._apply_thread.cpu_s, "full": self._full_thread.cpu_s}
