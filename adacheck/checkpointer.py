@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adacheck import catalogue, install, start
@@ -26,12 +26,12 @@ from adacheck.install import Stateful
 from adacheck.keeper import proof, refresh
 from adacheck.keeper.certify import Certifier
 from adacheck.keeper.driver import Keeper
-from adacheck.keeper.progress import lost
 from adacheck.manifests.record import FullEntry
 from adacheck.memory_need import available_bytes, block_count, memory_budget
 from adacheck.preemption import finish_on_sigterm, forget
 from adacheck.reattach import begin_generation
 from adacheck.recovery import Cut
+from adacheck.status import Status, status_of
 
 if TYPE_CHECKING:
     from adacheck.store import Store
@@ -43,37 +43,6 @@ BLOCK_DEADLINE_S = 60.0
 """Longest the trainer waits for a block before the keeper is taken for stuck, and training goes on without it."""
 
 _log = logging.getLogger("adacheck")
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """Where a checkpointer stands.
-
-    Attributes:
-        step: last finished call of `step()` (or the step restored).
-        acked, committed, durable: newest steps that every copy holds; that a restore on this host returns; that survive all processes.
-        proven: newest step known to be exact, `None` if none is yet.
-        published: newest full checkpoint in the object tier, `None` if there is none.
-        blocked_ms: what the last step cost the trainer: hooks and `step()` together, waits included.
-        waited_ms: how much of all steps' blocked time was waiting for blocks.
-        payload_bytes: stored bytes of the newest logged step, by payload.
-        lost_copies: copies that do not count at present; the chain is under-replicated while there are any.
-        failure: what stopped the keeper, `None` while it works.
-        cpu_s: CPU seconds of the keeper's threads.
-    """
-
-    step: int
-    acked: int
-    committed: int
-    durable: int
-    proven: int | None
-    published: int | None
-    blocked_ms: float
-    waited_ms: float
-    payload_bytes: Mapping[str, int]
-    lost_copies: tuple[str, ...]
-    failure: str | None
-    cpu_s: Mapping[str, float]
 
 
 class Checkpointer:
@@ -162,27 +131,8 @@ class Checkpointer:
         """Where things stand; costs nothing."""
         keeper = self._keeper
         if keeper is None:
-            return Status(self._step, 0, 0, -1, None, None, 0.0, 0.0, {}, (), None, {})
-        progress = keeper.progress()
-        published = progress.published if progress.published >= 0 else None
-        proven = proof.newest_proven(keeper.shared.chain.proof, progress.committed)
-        gap, committed, durable = self._before_gap
-        if progress.committed > gap:
-            committed, durable = progress.committed, progress.durable
-        return Status(
-            self._step,
-            max(progress.acked, 0),
-            max(committed, 0),
-            max(durable, progress.published),
-            proven,
-            published,
-            self._blocked_s * 1e3,
-            self._blocks.blocked_s * 1e3,
-            keeper.newest_payload(),
-            lost(progress),
-            str(keeper.failure) if keeper.failure else None,
-            keeper.cpu_s(),
-        )
+            return Status(self._step)
+        return status_of(self._step, keeper, self._before_gap, self._blocked_s * 1e3, self._blocks.blocked_s * 1e3)
 
     def inexact(self, step: int) -> tuple[str, ...]:
         """Names of the states whose bytes in the cut at `step` were found to differ from the trainer's."""
