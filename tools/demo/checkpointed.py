@@ -44,7 +44,7 @@ def _restored(ckpt: adacheck.Checkpointer, job: TrainingJob) -> dict[str, Any]:
     return {"tier": str(cut.kind), "source": cut.source, "replayed": sorted(cut.replayed.values()), "witness": witness(job)}
 
 
-def _status(status: adacheck.checkpointer.Status) -> dict[str, Any]:
+def _status(status: adacheck.status.Status) -> dict[str, Any]:
     return {
         "committed": status.committed,
         "durable": status.durable,
