@@ -1,0 +1,231 @@
+"""Checks a whole store, read-only and beside a running trainer, and yields a `Finding` for each thing that is wrong. Without torch.
+
+Order: the records at the top of the object tier, the records of the NVMe copy, the full checkpoints, the slots, what nobody names,
+and at last which cut a restore would return, given all that was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from adacheck.backends.base import Backend
+from adacheck.backends.errors import Damaged
+from adacheck.backends.lmdb_store import LmdbBackend
+from adacheck.check_cut import NewestCut, newest_cut
+from adacheck.check_full import check_contents, check_manifest
+from adacheck.check_nvme import CopyRecords, check_records, check_slots, note_unreferenced
+from adacheck.check_object_tier import TopRecords, check_complete, check_top
+from adacheck.check_records import Consequence, Look, Sample, persistent
+from adacheck.config import StoreConfig
+from adacheck.errors import AdacheckError, NoCut
+from adacheck.finding import Finding, Kind, Severity, Tier, note
+from adacheck.keeper.cut import ForkEntry
+from adacheck.manifests import keys
+from adacheck.manifests.errors import FormatError
+from adacheck.manifests.record import Full
+from adacheck.nvme_directory import nvme_path
+from adacheck.sources import gather
+
+STALE_S = 3600.0
+"""An upload untouched for so long belongs to a process that was killed."""
+
+_COPY = Consequence("every cut of this NVMe copy", "move the directory away; a restart makes a new copy from the newest full checkpoint")
+_NO_CUT = Consequence("everything", "put damaged objects back from a copy of the store; what is named above says which")
+
+
+class Check:
+    """One check of one store.
+
+    Args:
+        objects: the object tier, only read from.
+        stale_uploads: `ObjectStore.stale_uploads` where the tier has it.
+
+    Attributes:
+        run, newest: known once all findings were taken.
+        objects, read_bytes: how much was looked at.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        objects: Backend,
+        sample: Sample,
+        stale_uploads: Callable[[float], Iterator[str]] = lambda _: iter(()),
+    ) -> None:
+        self._config, self._backend, self._sample, self._stale_uploads = config, objects, sample, stale_uploads
+        self._bad: set[str] = set()
+        self.run: str | None = None
+        self.newest: NewestCut | None = None
+        self.objects = self.read_bytes = 0
+
+    def findings(self) -> Iterator[Finding]:
+        """Everything that is wrong, as it is found.
+
+        Raises:
+            NoCut: there is no store at the address at all.
+            BackendError: a tier does not answer.
+        """
+        for finding in self._findings():
+            if finding.severity is Severity.DAMAGE:
+                self._bad.add(finding.name)
+            yield finding
+
+    def _findings(self) -> Iterator[Finding]:
+        look = self._look()
+        top = check_top(look, self._hidden())
+        if not top.names:
+            raise NoCut(f"there is no run at {self._config.address}; check the address")
+        self.run = top.run
+        with ExitStack() as stack:
+            nvme, found = self._open_nvme(top.run)
+            if nvme is not None:
+                stack.enter_context(nvme)
+            copy, copy_found = self._copy_records(nvme, top)
+            top, top_found = self._complete(look, top, copy)
+            yield from (*top_found, *found, *copy_found)
+            yield from self._fulls(top)
+            yield from self._leftovers(top)
+            if nvme is not None:
+                yield from self._slots(nvme, copy)
+            yield from self._no_cut(top, nvme)
+
+    def _look(self, backend: Backend | None = None) -> Look:
+        return Look(backend or self._backend, Tier.OBJECT if backend is None else Tier.NVME, self._sample)
+
+    def _taken(self, look: Look) -> list[Finding]:
+        self.objects += look.objects
+        self.read_bytes += look.read_bytes
+        return look.findings
+
+    def _hidden(self) -> str | None:
+        """The NVMe directory where it lies inside the object tier's."""
+        if self._config.nvme is None or self._config.scheme != "file":
+            return None
+        root, nvme = Path(self._config.address.removeprefix("file://")), Path(self._config.nvme)
+        return f"{nvme.relative_to(root).as_posix()}/" if nvme.is_relative_to(root) else None
+
+    def _complete(self, look: Look, top: TopRecords, copy: CopyRecords) -> tuple[TopRecords, list[Finding]]:
+        """The top of the object tier, looked at a second time before anything is called damaged."""
+        check_complete(look, top, copy.incarnations())
+        first = self._taken(look)
+        if not first:
+            return top, first
+        again = self._look()
+        top = check_top(again, self._hidden())
+        check_complete(again, top, copy.incarnations())
+        return top, persistent(first, again.findings)
+
+    # NVMe
+
+    def _open_nvme(self, run: str | None) -> tuple[LmdbBackend | None, list[Finding]]:
+        """The copy on this host; else a finding that says why there is none."""
+        path = nvme_path(self._config, run or "")
+        if path is None or run is None or self._config.nvme is None:
+            return None, []
+        folder = Path(self._config.nvme)
+        if not path.parent.is_dir():
+            others = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+            if others:
+                remedy = Consequence(
+                    "nothing of this run; it cannot be opened with this directory", "give each run an NVMe directory of its own"
+                )
+                return None, [self._file_finding(Kind.SPLICED, folder, f"run {run}", f"run {others[0]}", remedy)]
+            return None, [
+                note(Kind.NO_COPY, Tier.NVME, str(path), "a copy of the chain", "no directory", "look on the host that trained last")
+            ]
+        file, expected = path / "data.mdb", "an LMDB file"
+        if not file.is_file():
+            return None, [self._file_finding(Kind.MISSING, file, expected, "no file", _COPY)]
+        try:
+            return LmdbBackend(path, create=False, read_only=True), []
+        except Damaged as error:
+            cut = "cut short" in str(error) or "ends within" in str(error)
+            kind = Kind.ZERO_LENGTH if file.stat().st_size == 0 else Kind.TRUNCATED if cut else Kind.UNREADABLE
+            return None, [self._file_finding(kind, file, expected, str(error), _COPY)]
+
+    @staticmethod
+    def _file_finding(kind: Kind, name: Path, expected: str, found: str, consequence: Consequence) -> Finding:
+        return Finding(Severity.DAMAGE, kind, Tier.NVME, str(name), expected, found, consequence.lost, consequence.remedy)
+
+    def _copy_records(self, nvme: LmdbBackend | None, top: TopRecords) -> tuple[CopyRecords, list[Finding]]:
+        if nvme is None or top.run is None:
+            return CopyRecords(), []
+        forks = [ForkEntry(fork.incarnation, fork.cut, fork.proven) for fork in top.forks.values()]
+        try:
+            with nvme.snapshot() as moment:
+                look = self._look(moment)
+                return check_records(look, top.run, forks, top.incarnations), self._taken(look)
+        except Damaged as error:
+            return CopyRecords(), [self._file_finding(Kind.UNREADABLE, nvme.path / "data.mdb", "an LMDB file", str(error), _COPY)]
+
+    def _slots(self, nvme: LmdbBackend, copy: CopyRecords) -> list[Finding]:
+        look = self._look(nvme)
+        try:
+            check_slots(look, copy)
+            note_unreferenced(look, copy)
+        except Damaged as error:
+            look.findings.append(self._file_finding(Kind.UNREADABLE, nvme.path / "data.mdb", "an LMDB file", str(error), _COPY))
+        return self._taken(look)
+
+    # The object tier
+
+    def _fulls(self, top: TopRecords) -> list[Finding]:
+        """The listed full checkpoints; what the running trainer has dropped meanwhile is not held against it."""
+        look, manifests = self._look(), dict[str, Full]()
+        others = {full.manifest_digest: f"that of {full.folder}" for full in top.fulls}
+        for entry in top.fulls:
+            manifest = check_manifest(look, entry, top.run, others)
+            if manifest is not None:
+                manifests[entry.folder] = manifest
+        for entry in top.fulls:
+            if entry.folder in manifests:
+                check_contents(look, entry, manifests)
+        named = {f"{folder}/{shard.name}" for folder, manifest in manifests.items() for shard in manifest.shards}
+        for key in top.names:
+            name = keys.parse(key)
+            if name is not None and name.kind is keys.Kind.SHARD and key.rpartition("/")[0] in manifests and key not in named:
+                expected = "only the shards of its manifest"
+                look.findings.append(note(Kind.ORPHAN, look.tier, key, expected, "another shard", "move it away"))
+        found = self._taken(look)
+        if found:
+            listed = {full.folder for full in check_top(self._look(), self._hidden()).fulls}
+            found = [finding for finding in found if finding.name.rpartition("/")[0] in listed]
+        return found
+
+    def _leftovers(self, top: TopRecords) -> Iterator[Finding]:
+        """What nobody names: strange names, folders without a version, uploads that were killed."""
+        for name in top.strange:
+            yield note(Kind.ORPHAN, Tier.OBJECT, name, "only names of this project", "another name", "move it away if it is not yours")
+        live = {full.folder for full in top.fulls}
+        listed = {full.folder for version in top.versions[-1:] for full in version.fulls}
+        folders = {key.rpartition("/")[0]: key for key in top.names if key.startswith(keys.FULL_PREFIX)}
+        for folder, key in folders.items():
+            if folder in listed - live:
+                what = "a full checkpoint that a later start of the run left behind"
+                yield note(
+                    Kind.NOT_LIVE, Tier.OBJECT, folder, "cuts of the live lineage", what, "nothing; the next full checkpoint drops it"
+                )
+            elif folder not in listed and self._backend.stat(key) is not None:
+                remedy = "nothing: it is being written, or was left by a process that was killed; a later full checkpoint removes it"
+                yield note(Kind.UNLISTED, Tier.OBJECT, folder, "a version that lists it", "none does", remedy)
+        for upload in self._stale_uploads(STALE_S):
+            remedy = "remove it once no process of this run is left"
+            yield note(Kind.STALE_UPLOAD, Tier.OBJECT, upload, "no upload without a writer", f"untouched for {STALE_S:.0f} s", remedy)
+
+    def _no_cut(self, top: TopRecords, nvme: LmdbBackend | None) -> list[Finding]:
+        """Find the newest cut, through the functions of a restore; having none is a finding, unless nothing was ever written."""
+        why = "nothing reaches any step"
+        if top.run is None or not top.run_intact:
+            why = f"{keys.RUN} cannot be read"
+        else:
+            try:
+                self.newest = newest_cut(gather(top.run, self._backend, nvme), self._bad)
+            except (AdacheckError, FormatError, Damaged) as error:
+                why = str(error)
+        wrote = bool(self._bad) or any(key.startswith((keys.FULL_PREFIX, keys.VERSIONS_PREFIX)) for key in top.names)
+        if self.newest is not None or not wrote:
+            return []
+        expected = "a cut that can be restored"
+        return [Finding(Severity.DAMAGE, Kind.NO_CUT, Tier.OBJECT, self._config.address, expected, why, _NO_CUT.lost, _NO_CUT.remedy)]

@@ -1,0 +1,45 @@
+"""How the command line tools end: exit codes as fsck(8) has them, and one line on standard error for what went wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+from adacheck.backends.errors import BackendError
+from adacheck.errors import AdacheckError, ConfigError, NoCut
+from adacheck.manifests.errors import FormatError
+
+CLEAN, UNCORRECTED, OPERATIONAL, USAGE = 0, 4, 8, 16
+"""Nothing is wrong; damage was found, or nothing can be restored; the tool could not do its work; it was called wrongly."""
+
+_USAGE_OF_TYPER = 2
+
+
+@contextmanager
+def reported(nothing: int) -> Iterator[None]:
+    """Turn errors into a line and an exit code; `nothing` is the code for a store without what was asked for."""
+    try:
+        yield
+    except ConfigError as error:
+        _end(error, USAGE)
+    except NoCut as error:
+        _end(error, nothing)
+    except (AdacheckError, BackendError, FormatError, OSError) as error:
+        _end(error, OPERATIONAL)
+
+
+def _end(error: Exception, code: int) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False)
+    raise typer.Exit(code) from error
+
+
+def run(app: typer.Typer) -> None:
+    """Run a tool to its end; a wrong call ends with `USAGE` instead of typer's own code."""
+    try:
+        app()
+    except SystemExit as ended:
+        sys.exit(USAGE if ended.code == _USAGE_OF_TYPER else ended.code)
