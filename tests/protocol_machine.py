@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from adacheck.keeper import progress as trainer
-from adacheck.keeper.cut import is_live, kept_fulls
+from adacheck.keeper.cut import is_live, kept_fulls, live_starts
 from adacheck.keeper.proof import Verdict, begin_proof, must_ship
 from adacheck.keeper.protocol import Ack, Hold, Kind, adopt, is_copied, to_copy
 from adacheck.keeper.refresh import ELEMENTS_MULTIPLE, due, rolling, schedule
@@ -29,7 +29,7 @@ EVENTS = {
     "roll": 10,
     "lose_copy": 1.5,
     "catch_up": 5,
-    "crash_copy": 0.7,
+    "crash_copy": 1,
     "fill_disk": 0.3,
     "empty_disk": 0.5,
     "start_full": 8,
@@ -66,8 +66,8 @@ class Cluster(Restoring):
         payload = Payload(payload.gradients, payload.whole, payload.removed, sent)
         self.step[chain], self.truth[chain][step], self.dirty[chain][step] = step, dict(live), dirty
         now = self.progress[chain]
-        for place, member in now.copies.items():
-            if member.standing is not trainer.Standing.LOST or self.random.random() < 0.5:
+        for place in self.names:
+            if place in trainer.configured(now) or self.random.random() < 0.5:
                 self.messages.append((self.incarnation, chain, place, step, payload, now.committed, now.durable))
         self.rounds.setdefault(step, {})[chain] = trainer.vector(now)
 
@@ -142,6 +142,8 @@ class Cluster(Restoring):
         log, memory = self.places[chain].get("nvme"), self.places[chain].get("local")
         if log is None or memory is None or log.stopped or {log.copy.incarnation, memory.copy.incarnation} != {self.incarnation}:
             return
+        if log.copy.fence > self.incarnation:
+            return  # every transaction checks the fence
         plan = rolling([(state, 1) for state in sorted(memory.copy.bases)], 3)
         durable = log.committed if self.variant == "no-durable" else log.durable
         log.roll(plan, memory, log.committed, durable)
@@ -180,14 +182,15 @@ class Cluster(Restoring):
             return
         source, name = places[self.random.choice(sources)], self.random.choice(missing)
         old, kind = places.get(name), Kind.NVME if name == "nvme" else Kind.MEMORY
-        if (old is not None and old.stopped) or not trainer.may_catch_up(now, kind, old and old.copy, source.copy):
+        if (old is not None and old.stopped) or not trainer.may_catch_up(now, kind, old.copy if old else None, source.copy):
             return
         copy = adopt(source.copy, self.incarnation, source.copy.top)
         assert not hasattr(copy, "reason")
         proof = source.proof
         if kind is Kind.MEMORY and proof is None:
             floor = copy.floor
-            proof = begin_proof(floor, dict.fromkeys(source.at(floor), TENSORS), unproven=True)
+            states, starts = dict.fromkeys(source.at(floor), TENSORS), live_starts(self.forks, floor)
+            proof = begin_proof(floor, states, unproven=True, restored=starts)
         log = {n: payload for n, payload in source.log.items() if n in copy.held}
         place = Place(kind, copy, dict(source.values), log, proof if kind is Kind.MEMORY else None)
         place.results = {n: list(compared) for n, compared in source.results.items()}

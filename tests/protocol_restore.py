@@ -117,8 +117,11 @@ class Restoring:
         self.published = max(full_steps(self.fulls, self.forks), default=NO_CUT)
 
     def promise(self, now: trainer.Progress) -> None:
-        self.committed, self.durable = max(self.committed, now.committed), max(self.durable, now.durable)
         self.published = max(self.published, now.published)
+        if now.durable > max(self.durable, self.published):  # promised with what is on NVMe now
+            for chain, places in enumerate(self.places):
+                self.void[chain] &= "nvme" not in places or places["nvme"].copy.top < now.durable
+        self.committed, self.durable = max(self.committed, now.committed), max(self.durable, now.durable)
 
     def destroy(self, chain: int, name: str) -> None:
         self.places[chain].pop(name, None)
@@ -203,9 +206,10 @@ class Restoring:
         """No cut that is called proven differs from what the trainers had."""
         for chain, places in enumerate(here):
             for place in places.values():
-                for step in reach(place.copy, forks) if place.proof else ():
-                    if place.proof and verdict(place.proof, step) is Verdict.PROVEN:
-                        assert place.at(step) == self.truth[chain].get(step), f"A: cut {step} of chain {chain} is wrong, yet proven"
+                steps = reach(place.copy, forks)
+                for step, dirty in self.dirty[chain].items() if steps and place.proof else ():
+                    if place.proof and step < steps.stop and verdict(place.proof, step) is Verdict.PROVEN:
+                        assert not dirty, f"A: cut {step} of chain {chain} is wrong in states {dirty}, yet proven"
         for (incarnation, step), (parts, status) in self.fulls.items():
             if status is Verdict.PROVEN and is_live(forks, incarnation, step):
                 assert parts == [truth.get(step) for truth in self.truth], f"A: full checkpoint {step} is wrong, yet proven"
@@ -261,10 +265,20 @@ class Restoring:
                 self.stalled.append(under_way)
                 return False
             self.bring(under_way, chain, name)
+            self.early_bird(under_way, chain)
             if self.random.random() < 0.3:
                 self.deliver()
         self.start(under_way)
         return True
+
+    def early_bird(self, done: Restore, chain: int) -> None:
+        """A rank that is ready before the others: its keeper does what its progress allows so far."""
+        mine = {name: (p.kind, p.copy) for name, p in self.places[chain].items() if p.copy.incarnation == done.incarnation}
+        now = trainer.begin(max(done.cut, 0), mine, self.published)
+        for name in mine:
+            place = self.places[chain][name]
+            if place.kind is Kind.MEMORY and self.random.random() < 0.5:
+                place.apply(max(place.committed, now.committed))
 
     def bring(self, to: Restore, chain: int, name: str) -> None:
         """Bring one copy into the incarnation: adopt, fill up from another, or rebuild."""

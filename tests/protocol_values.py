@@ -112,7 +112,7 @@ class Place:
     def at(self, cut: int) -> Values:
         """The cut rebuilt from bases and increments."""
         out = {state: value for state, value in self.values.items() if self.copy.bases[state] <= cut}
-        for step in range(self.copy.least_base + 1, cut + 1):
+        for step in range(self.copy.first_needed, cut + 1):
             payload = self.log[step]
             for state in {*out, *payload.whole}:
                 if self.copy.bases.get(state, -1) >= step:

@@ -16,6 +16,7 @@ from adacheck.keeper.cut import (
     full_steps,
     is_live,
     kept_fulls,
+    live_starts,
     proven_since,
     reach,
     unstarted,
@@ -61,6 +62,10 @@ def test_the_lineage_is_unbroken_since_the_newest_unproven_live_start() -> None:
     assert proven_since(FORKS) == 5
     assert proven_since([ForkEntry(1, NO_CUT), ForkEntry(2, 8)]) == 0
     assert proven_since([*FORKS, ForkEntry(5, 3)]) == 0, "that start is cut off"
+
+
+def test_a_proof_learns_of_every_live_start_above_it() -> None:
+    assert live_starts([*FORKS, void_fork(5)], 4) == (5, 11) and live_starts(FORKS, 5) == (11,)
 
 
 def test_an_incarnation_that_stalled_in_its_restore_can_be_shut_out() -> None:

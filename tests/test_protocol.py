@@ -139,6 +139,9 @@ def test_pruning_keeps_the_birth_of_a_state_without_a_base() -> None:
     copy = filled(6, held={3: Held(frozenset({7}))})
     copy, dropped = prune(rebase(rebase(copy, 0, 5), 1, 5))
     assert dropped == (1, 2)
+    assert copy.first_needed == 3 and copy.floor == 5
+    assert applicable(copy, 6) == tuple((n, frozenset(states)) for n, states in [(3, {7}), (4, {7}), (5, {7}), (6, {0, 1, 7})])
+    assert applied(copy, 6).bases == {0: 6, 1: 6, 7: 6}
     assert prune(rebase(copy, 7, 6))[1] == (3, 4)
 
 

@@ -76,6 +76,11 @@ def proven_since(forks: Iterable[ForkEntry]) -> int:
     return max((fork.cut for fork in forks if not fork.proven and is_live(forks, fork.incarnation, fork.cut)), default=0)
 
 
+def live_starts(forks: Sequence[ForkEntry], above: int) -> tuple[int, ...]:
+    """Cuts above a step that incarnations of the live lineage started from, in order: what a proof that begins there must know."""
+    return tuple(sorted({fork.cut for fork in forks if above < fork.cut < NO_LIMIT and is_live(forks, fork.incarnation, fork.cut)}))
+
+
 def reach(copy: Copy, forks: Iterable[ForkEntry]) -> range:
     """Steps this copy can restore on the live lineage; empty if it applied beyond the fork."""
     limit = fork_limit(forks, copy.incarnation)

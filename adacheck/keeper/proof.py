@@ -77,13 +77,14 @@ class Proof:
     restored: tuple[int, ...] = ()
 
 
-def begin_proof(step: int, states: Mapping[int, Tensors], *, unproven: bool = False, since: int = 0) -> Proof:
+def begin_proof(step: int, states: Mapping[int, Tensors], *, unproven: bool = False, since: int = 0, restored: Sequence[int] = ()) -> Proof:
     """Proof of a chain whose states were all shipped whole at `step`, or that was restored from the cut at `step`.
 
     `unproven` says that the cut was not proven when it was restored (`Fork.proven`); `since` comes from `cut.proven_since`.
+    A shadow that is rebuilt below the cuts that trainers were restored from needs them: `restored` is `cut.live_starts(forks, step)`.
     """
     spans = {state: _spans(tensors, step) for state, tensors in states.items()}
-    return Proof(step, step, spans, ((step, step),) if unproven else (), (), max(since, step if unproven else 0))
+    return Proof(step, step, spans, ((step, step),) if unproven else (), (), max(since, step if unproven else 0), tuple(restored))
 
 
 def observe(

@@ -54,6 +54,11 @@ class Copy:
         """Step of the oldest base; increments at or below it add nothing to any state that has a base."""
         return min(self.bases.values(), default=self.floor)
 
+    @property
+    def first_needed(self) -> int:
+        """The first increment that a state needs: after the least base, or the birth of a state that has no base yet."""
+        return min([self.least_base + 1, *_births(self)])
+
 
 @dataclass(frozen=True, slots=True)
 class Ack:
@@ -120,8 +125,7 @@ def applicable(copy: Copy, committed: int, hold: Hold | None = None) -> tuple[tu
     a state may have begun at or below the least base and have no base of its own yet: then it starts from there.
     """
     present, todo = dict(copy.bases), []
-    first = min([copy.least_base + 1, *_births(copy)])
-    for step in range(first, min(committed, copy.top) + 1):
+    for step in range(copy.first_needed, min(committed, copy.top) + 1):
         increment = copy.held[step]
         behind = {state for state, at in present.items() if at < step}
         if hold is not None and step > hold.step:
