@@ -1,15 +1,9 @@
-"""The state machine's crashes and restores, and what must hold after each: invariant 9 of the protocol.
-
-(A) every source that offers the chosen cut rebuilds it exactly, but for states written invisibly, and no cut with one is proven;
-(B) while a configured copy of each chain can be reached, the cut is not below the committed step; (C) while each chain's NVMe copy
-can be reached, or a full checkpoint serves it, the cut is not below the durable step.
-"""
+"""The state machine's crashes and restores, in the linear order of the protocol; what must hold is `protocol_promises.py`."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
 from adacheck.keeper import progress as trainer
 from adacheck.keeper.cut import (
@@ -26,8 +20,9 @@ from adacheck.keeper.cut import (
     unstarted,
     void_fork,
 )
-from adacheck.keeper.proof import Verdict, begin_proof, resume, verdict
+from adacheck.keeper.proof import begin_proof, resume
 from adacheck.keeper.protocol import Copy, Kind, Refused, fence, is_copied, rebuilt
+from tests.protocol_promises import Promises
 from tests.protocol_values import TENSORS, Place, Values
 
 
@@ -43,35 +38,13 @@ class Restore:
     recorded: bool = False
 
 
-class Restoring:
-    """State of the cluster, its crashes and restores."""
+class Restoring(Promises):
+    """Crashes and restores of the cluster."""
 
     names = ("local", "peer", "nvme")
 
     def __init__(self, rand: random.Random, variant: str = "", chains: int = 3) -> None:
-        self.random, self.variant, self.chains = rand, variant, chains
-        self.incarnation = self.newest = 1
-        self.forks: list[ForkEntry] = []
-        self.messages: list[Any] = []
-        self.fulls: dict[tuple[int, int], tuple[list[Values], Verdict]] = {}
-        self.full: tuple[int, int, list[Values]] | None = None
-        self.late: list[tuple[int, int, list[Values]]] = []
-        self.stalled: list[Restore] = []
-        self.places: list[dict[str, Place]] = [{} for _ in range(chains)]
-        self.configured: list[set[str]] = [set() for _ in range(chains)]
-        self.void = [False] * chains
-        self.committed = self.durable = self.published = NO_CUT
-        self.counts = {
-            "restores": 0,
-            "crashed half way": 0,
-            "from nothing": 0,
-            "proven": 0,
-            "unproven": 0,
-            "from full": 0,
-            "fulls": 0,
-            "caught up": 0,
-        }
-        self.truth, self.dirty = [dict[int, Values]() for _ in range(chains)], [dict[int, set[int]]() for _ in range(chains)]
+        super().__init__(rand, variant, chains)
         start = Restore(1, NO_CUT, [self.fresh() for _ in range(chains)], [], True)
         self.record(start)
         for chain in range(chains):
@@ -81,9 +54,6 @@ class Restoring:
 
     def fresh(self) -> Values:
         return {state: (self.random.getrandbits(60), self.random.getrandbits(60)) for state in range(2)}
-
-    def here(self, chain: int, kind: Kind) -> list[Place]:
-        return [p for p in self.places[chain].values() if p.kind is kind and p.copy.incarnation == self.incarnation]
 
     def start(self, done: Restore) -> None:
         """Training begins at the cut: what was restored is what the trainers have."""
@@ -115,13 +85,6 @@ class Restoring:
                 self.void[chain] |= "nvme" in beyond
         self.committed, self.durable = min(self.committed, under_way.cut), min(self.durable, under_way.cut)
         self.published = max(full_steps(self.fulls, self.forks), default=NO_CUT)
-
-    def promise(self, now: trainer.Progress) -> None:
-        self.published = max(self.published, now.published)
-        if now.durable > max(self.durable, self.published):  # promised with what is on NVMe now
-            for chain, places in enumerate(self.places):
-                self.void[chain] &= "nvme" not in places or places["nvme"].copy.top < now.durable
-        self.committed, self.durable = max(self.committed, now.committed), max(self.durable, now.durable)
 
     def destroy(self, chain: int, name: str) -> None:
         self.places[chain].pop(name, None)
@@ -191,47 +154,6 @@ class Restoring:
     def offers(self, places: dict[str, Place], forks: list[ForkEntry]) -> list[Offer]:
         fulls = Offer("full", Kind.OBJECT, full_steps(self.fulls, forks))
         return [*(Offer(name, place.kind, reach(place.copy, forks)) for name, place in places.items()), fulls]
-
-    def check_cut(self, cut: int, here: list[dict[str, Place]]) -> None:
-        """(B) and (C)."""
-        if all(self.configured[c] & here[c].keys() for c in range(self.chains)):
-            assert cut >= self.committed, f"B: cut {cut} is below the committed step {self.committed}"
-        for chain, place in ((c, here[c]["nvme"]) for c in range(self.chains) if "nvme" in here[c]):
-            self.void[chain] &= not place.copy.floor <= self.durable <= place.copy.top
-        serving = all("nvme" in here[c] and not self.void[c] for c in range(self.chains))
-        durable = self.durable if serving else self.published
-        assert cut >= durable, f"C: cut {cut} is below the durable step {durable}"
-
-    def check_proofs(self, here: list[dict[str, Place]], forks: list[ForkEntry]) -> None:
-        """No cut that is called proven differs from what the trainers had."""
-        for chain, places in enumerate(here):
-            for place in places.values():
-                steps = reach(place.copy, forks)
-                for step, dirty in self.dirty[chain].items() if steps and place.proof else ():
-                    if place.proof and step < steps.stop and verdict(place.proof, step) is Verdict.PROVEN:
-                        assert not dirty, f"A: cut {step} of chain {chain} is wrong in states {dirty}, yet proven"
-        for (incarnation, step), (parts, status) in self.fulls.items():
-            if status is Verdict.PROVEN and is_live(forks, incarnation, step):
-                assert parts == [truth.get(step) for truth in self.truth], f"A: full checkpoint {step} is wrong, yet proven"
-
-    def is_proven(self, step: int) -> bool:
-        """On every chain some keeper says so; or a full checkpoint of that step is marked."""
-        marked = any(s == step and status is Verdict.PROVEN and is_live(self.forks, i, s) for (i, s), (_, status) in self.fulls.items())
-        return marked or all(Verdict.PROVEN in self.verdicts(chain, step) for chain in range(self.chains))
-
-    def verdicts(self, chain: int, step: int) -> set[Verdict]:
-        live = (p for p in self.places[chain].values() if p.proof and is_live(self.forks, p.copy.incarnation, p.proof.step))
-        return {verdict(place.proof, step) for place in live if place.proof}
-
-    def judge(self) -> None:
-        """Full checkpoints wait for the refreshes after them."""
-        for (incarnation, step), (parts, status) in self.fulls.items():
-            if status is Verdict.PENDING and is_live(self.forks, incarnation, step):
-                found = [self.verdicts(chain, step) for chain in range(self.chains)]
-                if all(Verdict.PROVEN in verdicts for verdicts in found):
-                    self.fulls[incarnation, step] = (parts, Verdict.PROVEN)
-                elif any(Verdict.INEXACT in verdicts for verdicts in found):
-                    self.fulls[incarnation, step] = (parts, Verdict.INEXACT)
 
     def decide(self, incarnation: int, choice: Choice | None, forks: list[ForkEntry]) -> Restore:
         """Read the cut from every source that offers it: (A)."""

@@ -32,6 +32,7 @@ from adacheck.keeper.protocol import (
     retire,
     to_copy,
 )
+from adacheck.keeper.refresh import bases_due, rolling
 
 
 def filled(steps: int, states: tuple[int, ...] = (0, 1), held: dict[int, Held] | None = None) -> Copy:
@@ -272,3 +273,26 @@ def test_before_the_first_round_old_content_is_kept() -> None:
     assert not trainer.may_catch_up(now, Kind.MEMORY, old, source), "another rank may still need the old cut"
     assert trainer.may_catch_up(alone(now), Kind.MEMORY, old, source)
     assert trainer.may_catch_up(now, Kind.MEMORY, None, source)
+
+
+@given(st.randoms(use_true_random=False), st.integers(2, 8))
+def test_the_log_stays_short_and_can_always_be_read_back(rand: random.Random, log_steps: int) -> None:
+    """Two `log_steps` of increments, whatever goes whole, begins and ends; the shadow is one step behind."""
+    copy, shadow, longest = rebuilt(1, 1, 0, range(4)), rebuilt(1, 1, 0, range(4)), 0
+    for step in range(1, 12 * log_steps):
+        alive = sorted(shadow.bases)
+        removed = frozenset(rand.sample(alive, 1) if len(alive) > 1 and rand.random() < 0.1 else ())
+        whole = frozenset(state for state in range(6) if rand.random() < 0.2) - removed
+        copy, _ = receive(copy, 1, step, Held(whole, removed))
+        shadow, _ = receive(shadow, 1, step, Held(whole, removed))
+        shadow, _ = prune(applied(shadow, step - 1))
+        for state in bases_due(rolling([(state, 1) for state in sorted(shadow.bases)], log_steps), copy.bases, step - 1):
+            if may_replace_base(copy, state, shadow.bases[state], committed=step - 1, durable=step - 1):
+                copy = rebase(copy, state, shadow.bases[state])
+        for state, at in retirable(copy, committed=step - 1, durable=step - 1):
+            copy = retire(copy, state, at)
+        copy, _ = prune(copy)
+        longest = max(longest, len(copy.held))
+        assert recovered(1, 1, copy.bases, copy.held, floor=copy.floor if not copy.bases else 0) == copy
+        assert copy.top == step
+    assert longest <= 2 * log_steps + 2
