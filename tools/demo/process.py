@@ -59,6 +59,11 @@ class Training:
         if self._process.wait(SILENCE_S) != 0 and not self.killed:
             self._fail(f"ended with exit status {self._process.returncode}")
 
+    @property
+    def returncode(self) -> int | None:
+        """As `subprocess.Popen` has it: `None` while it runs."""
+        return self._process.returncode
+
     def kill(self) -> None:
         """SIGKILL: the process gets no chance to tidy up."""
         self.killed = True
