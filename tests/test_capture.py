@@ -2,83 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from adacheck.keeper.scan import Scan
-from tests.training import Job, logged, names, opened, payloads
-
-Make = Callable[[int], Job]
-LAST, MORE = 14, 5
-OPTIONS: dict[str, Any] = {"refresh": 5, "log_steps": 4}
-QUIET = ("certify", "first", "buffer")
-"""Reasons for whole states in a run in which nobody writes behind the optimizer's back."""
-
-
-def survives(root: Path, make: Make, caplog: pytest.LogCaptureFixture) -> Scan:
-    """Train, kill, restore into a job of another seed, go on: all of it as the run without adacheck. Gives the log as killed."""
-    reference, expected = make(1), {}
-    for first, last in ((0, LAST), (LAST, LAST + MORE)):
-        reference.train(None, first, last)
-        expected[last] = reference.bits()
-    uri = f"file://{root}"
-    job = make(1)
-    with opened(uri, job, **OPTIONS) as ckpt:
-        assert ckpt.restore() == 0
-        job.train(ckpt, 0, LAST, settle=True)
-        assert job.bits() == expected[LAST]
-        assert all(ckpt.inexact(step) == () for step in range(LAST + 1))
-    found = logged(root)
-    job = make(99)
-    with opened(uri, job, **OPTIONS) as ckpt:
-        assert ckpt.restore() == LAST
-        assert job.bits() == expected[LAST]
-        job.train(ckpt, LAST, LAST + MORE, settle=True)
-        assert job.bits() == expected[LAST + MORE]
-        assert all(ckpt.inexact(step) == () for step in range(LAST, LAST + MORE + 1))
-    assert not [record.message for record in caplog.records if "drift" in record.message or "did not give" in record.message]
-    return found
-
-
-def travelled(found: Scan, name: str) -> list[str]:
-    """How a state travelled at each step that is still in the log, oldest first; `-` where it did not."""
-    number = next(number for number, known in names(found).items() if known == name)
-    return [payloads(increment).get(number, "-") for _, increment in sorted(found.increments.items())]
-
-
-def mlp(seed: int) -> torch.nn.Sequential:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(12, 17), torch.nn.Tanh(), torch.nn.Linear(17, 3))
-
-
-def backward(model: torch.nn.Module, size: tuple[int, ...] = (5, 12)) -> None:
-    torch.autograd.backward(model(torch.randn(size)).square().mean())
-
-
-def plain(job: Job, n: int) -> None:
-    for optimizer in job.optimizers.values():
-        optimizer.zero_grad()
-    backward(job.model)
-    for optimizer in job.optimizers.values():
-        optimizer.step()
-
-
-def adamw(parameters: Iterable[Any], **options: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=1e-2, **{"fused": True, **options})
-
-
-def job_of(iterate: Callable[[Job, int], None], **options: Any) -> Make:
-    """Jobs of the small model with one AdamW."""
-
-    def make(seed: int) -> Job:
-        model = mlp(seed)
-        return Job(model, {"optim": adamw(model.parameters(), **options)}, iterate)
-
-    return make
+from tests.survival import adamw, backward, job_of, mlp, plain, survives, travelled
+from tests.training import Job, names
 
 
 def test_plain_loop_goes_as_gradients(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -185,7 +115,7 @@ def test_parameters_of_unusual_kinds(tmp_path: Path, caplog: pytest.LogCaptureFi
         job.optimizer.zero_grad()
         backward(job.model)
         sometimes = job.model.get_parameter("sometimes")
-        sometimes.grad = [None, torch.zeros(12), torch.randn(12)][n % 3]
+        sometimes.grad = (None, torch.zeros(12), torch.randn(12))[n % 3]
         job.optimizer.step()
 
     found = survives(tmp_path, make, caplog)
@@ -201,6 +131,9 @@ class Normalised(torch.nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.average: torch.Tensor
+        self.cache: torch.Tensor
+        self.width = width
         self.body = torch.nn.Linear(12, 1)
         self.norm = torch.nn.BatchNorm1d(width)
         self.register_buffer("average", torch.zeros(3))
@@ -209,7 +142,7 @@ class Normalised(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.average = self.average * 0.9 + x.mean()  # rebound
         self.cache.add_(1)
-        return self.norm(self.body(x).expand(-1, self.norm.num_features) * torch.linspace(0, 1, self.norm.num_features))  # type: ignore
+        return self.norm(self.body(x).expand(-1, self.width) * torch.linspace(0, 1, self.width))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("width", [9, 20_000])
@@ -242,8 +175,8 @@ def test_noncontiguous_gradients(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 def test_channels_last(tmp_path: Path, caplog: pytest.LogCaptureFixture, fused: bool) -> None:
     def make(seed: int) -> Job:
         torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3), torch.nn.ReLU(), torch.nn.Conv2d(5, 3, 3)).to(
-            memory_format=torch.channels_last
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3), torch.nn.ReLU(), torch.nn.Conv2d(5, 64, 1)).to(
+            memory_format=torch.channels_last  # type: ignore[call-overload]
         )
         return Job(model, {"optim": adamw(model.parameters(), fused=fused)}, images)
 

@@ -144,5 +144,7 @@ def payloads(increment: Increment) -> dict[int, str]:
 
 
 def names(found: Scan) -> Mapping[int, str]:
-    """First names of all states, by number."""
-    return {base.spec.state: base.spec.fqn for base in found.bases.values()}
+    """First names of all states that are in the log, by number."""
+    specs = [base.spec for base in found.bases.values()]
+    specs += [value.spec for increment in found.increments.values() for value in increment.values]
+    return {spec.state: spec.fqn for spec in specs}

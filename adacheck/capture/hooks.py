@@ -65,6 +65,7 @@ class Capture:
         self._step, self._signature = _Step(), inventory.signature()
         self._handles: list[tuple[torch.optim.Optimizer, Any, Any]] = []
         self._depth: dict[str, int] = {}
+        self._stepping: dict[str, set[int]] = {}  # states that the present call of each optimizer's step changes, as far as is known
         self._said: set[str] = set()
         self._blocked_s = 0.0
         self.suspended = False
@@ -120,7 +121,7 @@ class Capture:
         self._depth.clear()
         self._keep_order()
         gradients = tuple(g for g in done.gradients if g.state not in done.incomparable)
-        comparable = frozenset(done.certifying & reasons.keys()) - done.incomparable - moved
+        comparable = frozenset(done.certifying & reasons.keys()) - done.incomparable - moved - drifted
         return Draft(step, tuple(done.events), gradients, tuple(values), refreshes, removed, comparable, 0, 0)
 
     def _reasons(self, done: _Step, moved: frozenset[int], drifted: frozenset[int]) -> dict[int, str]:
@@ -175,15 +176,33 @@ class Capture:
         mine = [live for live in self.inventory.states.values() if live.optimizer_name == name]
         self._watch.check(mine)
         self._step.fired.add(name)
-        why_not = _unreplayable_call(args, kwargs)
+        self._stepping[name] = set()
+        if self._is_hooked_after(optimizer):
+            self._go_whole([live for live in mine if live.parameter.grad is not None], "hook")
+        if (why_not := _unreplayable_call(args, kwargs)) is not None:  # gradients may be still to come
+            trained = [live for live in mine if live.parameter.requires_grad]
+            self._go_whole(trained, "optimizer")
+            self._say_once(trained[0].fqn if trained else name, why_not)
         for kernel, groups in self._groups_by_kernel(optimizer).items():
             event = len(self._step.events)
             self._step.events.append(Event(name, kernel, tuple(described for described, _ in groups)))
             for _, group in groups:
                 for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        reason = why_not or replayable(optimizer, group, parameter)
-                        self._capture_gradient(parameter.grad, group, self.inventory.by_parameter[id(parameter)], kernel, event, reason)
+                    if parameter.grad is not None and why_not is None:
+                        live = self.inventory.by_parameter[id(parameter)]
+                        self._stepping[name].add(live.state)
+                        self._capture_gradient(parameter.grad, group, live, kernel, event, replayable(optimizer, group, parameter))
+
+    def _is_hooked_after(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a hook that was registered since the last `ckpt.step()` will still see, and perhaps change, the gradients."""
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        return any(pre.id in hooks and next(reversed(hooks)) != pre.id for mine, pre, _ in self._handles if mine is optimizer)
+
+    def _go_whole(self, states: Iterable[LiveState], reason: str) -> None:
+        for live in states:
+            self._step.stepped[live.state] = reason
+            self._step.incomparable.add(live.state)
+            self._stepping[live.optimizer_name].add(live.state)
 
     def _groups_by_kernel(self, optimizer: torch.optim.Optimizer) -> dict[Kernel, list[tuple[Group, dict[str, Any]]]]:
         found: dict[Kernel, list[tuple[Group, dict[str, Any]]]] = {}
@@ -205,7 +224,7 @@ class Capture:
         if why_not is not None:
             step.stepped[number] = "optimizer"
             step.incomparable.add(number)
-            self._say_once(live, why_not)
+            self._say_once(live.fqn, why_not)
             return
         if not verdicts.certified(number, key):
             step.certifying.add(number)
@@ -220,7 +239,7 @@ class Capture:
     def _after_step(self, name: str, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth[name] = self._depth.get(name, 1) - 1
         if not self.suspended and self._depth[name] == 0:
-            self._watch.accept(live for live in self.inventory.states.values() if live.optimizer_name == name)
+            self._watch.accept(self.inventory.states[number] for number in self._stepping.get(name, ()))
 
     def _send_value(self, live: LiveState, reason: str) -> DraftValue:
         scalars = live.scalars()
@@ -235,10 +254,10 @@ class Capture:
             if name in tensors and stop <= tensors[name].numel():
                 self.writer.send_range("refresh", live.state, 0, name, tensors[name], start, stop)
 
-    def _say_once(self, live: LiveState, reason: str) -> None:
+    def _say_once(self, fqn: str, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
-            _log.warning("%s and others go whole at every step, not as gradients: %s", live.fqn, reason)
+            _log.warning("%s and others go whole at every step, not as gradients: %s", fqn, reason)
 
 
 def _unwatched(live: LiveState) -> bool:

@@ -1,0 +1,207 @@
+"""Writes behind the optimizer's back: what can be seen goes whole at once, what cannot is found by comparison and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from adacheck.checkpointer import Checkpointer
+from adacheck.errors import AdacheckError
+from tests.survival import OPTIONS, adamw, job_of, mlp, plain, survives, travelled
+from tests.training import Job, logged, opened, restored_bits
+
+REFRESH, WRITTEN = 8, 13
+
+
+def clear_state(job: Job) -> None:
+    job.optimizer.state.clear()
+
+
+def swap_data(job: Job) -> None:
+    weight = job.model.get_parameter("0.weight")
+    weight.data = weight.data * 0.5
+
+
+def zero_moment(job: Job) -> None:
+    job.optimizer.state[job.model.get_parameter("0.weight")]["exp_avg"].zero_()
+
+
+def replace_moment(job: Job) -> None:
+    entries = job.optimizer.state[job.model.get_parameter("0.weight")]
+    entries["exp_avg"] = torch.ones_like(entries["exp_avg"])
+
+
+def drop_one(job: Job) -> None:
+    del job.optimizer.state[job.model.get_parameter("0.weight")]
+
+
+@pytest.mark.parametrize("before_step", [False, True])
+@pytest.mark.parametrize("write", [clear_state, swap_data, zero_moment, replace_moment, drop_one])
+def test_writes_that_can_be_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture, write: Callable[[Job], None], before_step: bool) -> None:
+    """Between the optimizer's step and `ckpt.step()`, or before the next optimizer step; in a state that is certified."""
+
+    def writing(job: Job, n: int) -> None:
+        if n == WRITTEN and before_step:
+            write(job)
+        plain(job, n)
+        if n == WRITTEN and not before_step:
+            write(job)
+
+    found = survives(tmp_path, job_of(writing), caplog)
+    by_step = dict(zip(sorted(found.increments), travelled(found, "0.weight"), strict=True))
+    assert by_step[WRITTEN] == "value: write" and by_step[WRITTEN - 1] == "gradient"
+
+
+def invisibly(parameter: torch.Tensor) -> None:
+    version = parameter._version
+    parameter.data.mul_(1.5)
+    assert parameter._version == version
+
+
+def first_found(ckpt: Checkpointer, job: Job, first: int, last: int) -> int:
+    """Train until a cut is found inexact; gives the step at which it was."""
+    for n in range(first, last + 1):
+        job.train(ckpt, n - 1, n, settle=True)
+        if ckpt.inexact(n):
+            return n
+    raise AssertionError(f"nothing was found up to step {last}")
+
+
+def writing_at(*steps: int) -> Callable[[Job, int], None]:
+    def writing(job: Job, n: int) -> None:
+        plain(job, n)
+        if n in steps:
+            invisibly(job.model.get_parameter("0.weight"))
+
+    return writing
+
+
+def test_invisible_write_is_found_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Within `refresh` steps; the cuts since the last equal refresh are inexact, the next one is exact again, and stays so."""
+    make, uri = job_of(writing_at(WRITTEN)), f"file://{tmp_path}"
+    job = make(1)
+    with opened(uri, job, refresh=REFRESH) as ckpt:
+        ckpt.restore()
+        found = first_found(ckpt, job, 1, WRITTEN + REFRESH)
+        assert WRITTEN <= found < WRITTEN + REFRESH
+        inexact = {step for step in range(found + 1) if ckpt.inexact(step)}
+        assert inexact == set(range(found - REFRESH + 1, found + 1)) and WRITTEN in inexact
+        assert {ckpt.inexact(step) for step in inexact} == {("0.weight",)}
+        job.train(ckpt, found, found + 1, settle=True)
+        assert [r.message for r in caplog.records if f"drift in 0.weight, found at step {found}" in r.message]
+        assert ckpt.inexact(found + 1) == () and {step for step in range(found + 2) if ckpt.inexact(step)} == inexact
+        last = found + 1 + 2 * REFRESH
+        job.train(ckpt, found + 1, last, settle=True)
+        assert {step for step in range(last + 1) if ckpt.inexact(step)} == inexact
+        assert (ckpt.status().proven or 0) > found
+        live = job.bits()
+    by_step = dict(zip(sorted(logged(tmp_path).increments), travelled(logged(tmp_path), "0.weight"), strict=True))
+    assert by_step[found] == "gradient" and by_step[found + 1] == "value: drift" and by_step[last] == "gradient"
+    assert restored_bits(uri, make, last, refresh=REFRESH) == live
+
+
+def test_a_cut_right_after_the_drift_was_found_restores_the_live_bytes(tmp_path: Path) -> None:
+    make, uri = job_of(writing_at(WRITTEN)), f"file://{tmp_path}"
+    job = make(1)
+    with opened(uri, job, refresh=REFRESH) as ckpt:
+        ckpt.restore()
+        found = first_found(ckpt, job, 1, WRITTEN + REFRESH)
+        job.train(ckpt, found, found + 1, settle=True)
+        live = job.bits()
+    assert restored_bits(uri, make, found + 1, refresh=REFRESH) == live
+
+
+def test_repeated_drift_sends_a_state_whole_for_good(tmp_path: Path) -> None:
+    """Written once, found, certified again, and written once more."""
+    again = WRITTEN + 3 * REFRESH
+    make, uri = job_of(writing_at(WRITTEN, again)), f"file://{tmp_path}"
+    job = make(1)
+    with opened(uri, job, refresh=REFRESH) as ckpt:
+        ckpt.restore()
+        first = first_found(ckpt, job, 1, WRITTEN + REFRESH)
+        second = first_found(ckpt, job, first + 1, again + REFRESH)
+        assert again <= second
+        job.train(ckpt, second, second + REFRESH, settle=True)
+        live = job.bits()
+    by_step = dict(zip(sorted(logged(tmp_path).increments), travelled(logged(tmp_path), "0.weight"), strict=True))
+    assert by_step[second] == "gradient"
+    assert {by_step[step] for step in range(second + 1, second + REFRESH + 1)} == {"value: drift"}
+    assert restored_bits(uri, make, second + REFRESH, refresh=REFRESH) == live
+
+
+def test_state_written_invisibly_at_every_step_goes_whole(tmp_path: Path) -> None:
+    """Found once; then its replay does not give what was shipped, so it is exact at every step from there on."""
+    make, uri = job_of(writing_at(*range(WRITTEN, 100))), f"file://{tmp_path}"
+    job = make(1)
+    with opened(uri, job, refresh=REFRESH) as ckpt:
+        ckpt.restore()
+        found = first_found(ckpt, job, 1, WRITTEN + REFRESH)
+        last = found + 2 * REFRESH
+        job.train(ckpt, found, last, settle=True)
+        assert all(ckpt.inexact(step) == () for step in range(found + 1, last + 1))
+        live = job.bits()
+    assert travelled(logged(tmp_path), "0.weight")[-1] == "value: optimizer"
+    assert restored_bits(uri, make, last, refresh=REFRESH) == live
+
+
+def test_frozen_tensor_that_is_written_invisibly_at_every_step(tmp_path: Path) -> None:
+    """As an average of weights kept through `.data` is; no optimizer holds it, and no gradient tells that it changes."""
+
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        model.register_buffer("average", torch.zeros(40_000))
+        return Job(model, {"optim": adamw(model.parameters())}, averaging)
+
+    def averaging(job: Job, n: int) -> None:
+        plain(job, n)
+        job.model.get_buffer("average").data.add_(n)
+
+    job, uri = make(1), f"file://{tmp_path}"
+    with opened(uri, job, refresh=REFRESH) as ckpt:
+        ckpt.restore()
+        first = first_found(ckpt, job, 1, REFRESH + 1)
+        second = first_found(ckpt, job, first + 1, first + 3 * REFRESH)
+        job.train(ckpt, second, second + REFRESH, settle=True)
+        assert all(ckpt.inexact(step) == () for step in range(second + 1, second + REFRESH + 1))
+        live = job.bits()
+    assert restored_bits(uri, make, second + REFRESH, refresh=REFRESH) == live
+
+
+def test_verify_step_compares_everything_at_every_step(tmp_path: Path) -> None:
+    make, uri = job_of(writing_at(WRITTEN)), f"file://{tmp_path}"
+    job = make(1)
+    with opened(uri, job, verify="step") as ckpt:
+        ckpt.restore()
+        assert first_found(ckpt, job, 1, WRITTEN) == WRITTEN
+        job.train(ckpt, WRITTEN, WRITTEN + 3, settle=True)
+        assert [step for step in range(WRITTEN + 4) if ckpt.inexact(step)] == [WRITTEN]
+        assert ckpt.status().proven == WRITTEN + 3
+    elements = {state: sum(tensor.numel() for tensor in live.tensors().values()) for state, live in ckpt._inventory.states.items()}
+    for increment in logged(tmp_path).increments.values():
+        sent = {r.state: sum(segment.stop - segment.start for segment in r.segments) for r in increment.refreshes}
+        whole = {value.spec.state for value in increment.values}
+        assert sent == {state: count for state, count in elements.items() if state not in whole}
+
+
+def test_drift_raises_with_on_error_raise(tmp_path: Path) -> None:
+    job = job_of(writing_at(WRITTEN))(1)
+    with opened(f"file://{tmp_path}", job, refresh=REFRESH, on_error="raise") as ckpt:
+        ckpt.restore()
+        found = first_found(ckpt, job, 1, WRITTEN + REFRESH)
+        with pytest.raises(AdacheckError, match=rf"drift in 0\.weight, found at step {found}"):
+            job.train(ckpt, found, found + 1)
+        job.train(ckpt, found + 1, found + 2, settle=True)  # told once; training and checkpoints go on
+        assert ckpt.status().committed == found + 2 and ckpt.inexact(found + 2) == ()
+
+
+def test_drift_found_on_the_way_to_a_restored_cut_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make, uri = job_of(writing_at(WRITTEN)), f"file://{tmp_path}"
+    job = make(1)
+    with opened(uri, job, **{**OPTIONS, "log_steps": 32, "refresh": REFRESH}) as ckpt:
+        ckpt.restore()
+        found = first_found(ckpt, job, 1, WRITTEN + REFRESH)
+    restored_bits(uri, make, found, refresh=REFRESH)
+    assert [r.message for r in caplog.records if f"cut at step {found} is inexact" in r.message]

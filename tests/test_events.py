@@ -1,0 +1,259 @@
+"""What counts as an optimizer event, and what does not go as a gradient: closures, sparse gradients, scalers, other optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.survival import LAST, OPTIONS, adamw, backward, job_of, mlp, plain, survives, travelled
+from tests.training import Job, logged, opened, restored_bits
+
+
+def test_accumulation_is_one_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def accumulating(job: Job, n: int) -> None:
+        job.optimizer.zero_grad()
+        for _ in range(3):
+            backward(job.model)
+        job.optimizer.step()
+
+    found = survives(tmp_path, job_of(accumulating), caplog)
+    assert all(len(increment.events) == 1 for increment in found.increments.values())
+    assert set(travelled(found, "0.weight")) == {"gradient"}
+
+
+def test_users_hooks_that_change_gradients_come_before_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One registered before `attach`, one in mid-run, after ours: what the optimizer was given counts."""
+    hooked: set[int] = set()
+
+    def clamp(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.clamp_(-1e-3, 1e-3)
+
+    def double(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(2.0)
+
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        optimizer = adamw(model.parameters())
+        optimizer.register_step_pre_hook(double)
+        return Job(model, {"optim": optimizer}, hooking)
+
+    def hooking(job: Job, n: int) -> None:
+        if n >= 6 and id(job) not in hooked:
+            hooked.add(id(job))
+            job.optimizer.register_step_pre_hook(clamp)
+        plain(job, n)
+
+    found = survives(tmp_path, make, caplog)
+    assert set(travelled(found, "0.bias") + travelled(found, "0.weight")) == {"gradient"}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_step_raises_in_the_middle(tmp_path: Path, caplog: pytest.LogCaptureFixture, again: bool) -> None:
+    """The first group is stepped, the second one raises; the script goes on, or tries once more in the same iteration."""
+
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+        return Job(model, {"optim": adamw(groups)}, raising)
+
+    def raising(job: Job, n: int) -> None:
+        if n in (9, LAST):
+            weight = job.model.get_parameter("2.weight")
+            weight.grad = torch.zeros_like(weight).to_sparse()
+            with pytest.raises(RuntimeError, match="sparse"):
+                job.optimizer.step()
+            if not again:
+                return
+        plain(job, n)
+
+    found = survives(tmp_path, make, caplog)
+    assert travelled(found, "0.weight")[-2] == "gradient"
+    assert travelled(found, "0.weight")[-1].startswith("value")
+
+
+class Nested(torch.optim.AdamW):
+    """As optimizers in the field are: a step around the parent's step, whose hooks then fire twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.99
+        return super().step(closure)
+
+
+def test_nested_step_is_one_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        adamw(mlp(seed).parameters())  # a plain one patches the class that the nested step calls
+        return Job(model, {"optim": Nested(model.parameters(), lr=1e-2)}, plain)
+
+    found = survives(tmp_path, make, caplog)
+    assert all(len(increment.events) == 1 for increment in found.increments.values())
+    assert set(travelled(found, "0.weight")) == {"value: optimizer"}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_optimizer_rebuilt_in_mid_run(tmp_path: Path, fused: bool) -> None:
+    """The new one is not attached and nobody sees it step: the attached one's states go whole."""
+    rebuilt: dict[int, torch.optim.Optimizer] = {}
+
+    def rebuilding(job: Job, n: int) -> None:
+        job.optimizer.zero_grad()
+        backward(job.model)
+        if n >= 8:
+            rebuilt.setdefault(id(job), adamw(job.model.parameters(), fused=fused)).step()
+        else:
+            job.optimizer.step()
+
+    make = job_of(rebuilding, fused=fused)
+    job = make(1)
+    with opened(f"file://{tmp_path}", job, **OPTIONS) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, LAST, settle=True)
+        assert all(ckpt.inexact(step) == () for step in range(LAST + 1))
+        live = job.bits()
+    assert restored_bits(f"file://{tmp_path}", make, LAST, **OPTIONS) == live
+    assert set(travelled(logged(tmp_path), "0.weight")) == {"value: quiet" if fused else "value: write"}
+
+
+def test_parameter_group_added_in_mid_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def adding(job: Job, n: int) -> None:
+        if n == 6:
+            job.optimizer.add_param_group({"params": list(job.model.get_submodule("2").parameters()), "lr": 0.1})
+        plain(job, n)
+
+    def made(seed: int, layers: str) -> Job:
+        model = mlp(seed)
+        groups = [
+            {"params": list(model.get_submodule(layer).parameters()), "lr": lr} for layer, lr in zip(layers, (1e-2, 0.1), strict=False)
+        ]
+        return Job(model, {"optim": adamw(groups)}, adding)
+
+    found = survives(tmp_path, lambda seed: made(seed, "0"), caplog, again=lambda seed: made(seed, "02"))
+    assert set(travelled(found, "2.weight")) == {"gradient"}
+
+
+def test_parameters_come_and_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A layer that exists from step 4 to 8 only: its states are born, and removed while other states keep older bases."""
+
+    def changing(job: Job, n: int) -> None:
+        if n == 4:
+            job.model.add_module("late", torch.nn.Linear(3, 4))
+            job.optimizer.add_param_group({"params": list(job.model.get_submodule("late").parameters())})
+        if n == 9:
+            for parameter in job.model.get_submodule("late").parameters():
+                del job.optimizer.state[parameter]
+            del job.model.late
+            job.optimizer.param_groups.pop()
+        plain(job, n)
+
+    survives(tmp_path, job_of(changing), caplog)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_closures_go_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any) -> None:
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        return Job(model, {"optim": kind(model.parameters(), lr=0.05)}, with_closure)
+
+    def with_closure(job: Job, n: int) -> None:
+        x = torch.randn(5, 12)
+
+        def closure() -> float:
+            job.optimizer.zero_grad()
+            loss = job.model(x).square().mean()
+            torch.autograd.backward(loss)
+            return float(loss.detach())
+
+        job.optimizer.step(closure)
+
+    found = survives(tmp_path, make, caplog)
+    assert set(travelled(found, "0.weight")) == {"value: optimizer"}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_sparse_gradients_go_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any) -> None:
+    def make(seed: int) -> Job:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Embedding(11, 4, sparse=True), torch.nn.Linear(4, 3))
+        return Job(model, {"table": kind(model[0].parameters(), lr=0.05), "rest": adamw(model[1].parameters())}, lookups)
+
+    def lookups(job: Job, n: int) -> None:
+        for optimizer in job.optimizers.values():
+            optimizer.zero_grad()
+        torch.autograd.backward(job.model(torch.randint(0, 11, (5,))).square().mean())
+        for optimizer in job.optimizers.values():
+            optimizer.step()
+
+    found = survives(tmp_path, make, caplog)
+    assert set(travelled(found, "0.weight")) == {"value: optimizer"} and set(travelled(found, "1.weight")) == {"gradient"}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_with_infinities(tmp_path: Path, caplog: pytest.LogCaptureFixture, fused: bool) -> None:
+    """A step skipped by the scaler, or inside its fused kernel, is none in the chain."""
+
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        return Job(model, {"optim": adamw(model.parameters(), fused=fused)}, scaled, {"scaler": scaler})
+
+    def scaled(job: Job, n: int) -> None:
+        scaler = job.extra["scaler"]
+        job.optimizer.zero_grad()
+        loss = job.model(torch.randn(5, 12)).square().mean() * (float("inf") if n in (4, 12, 13, LAST + 1) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(job.optimizer) if not fused else None
+        scaler.step(job.optimizer)
+        scaler.update()
+
+    found = survives(tmp_path, make, caplog)
+    by_step = dict(zip(sorted(found.increments), travelled(found, "0.weight"), strict=True))
+    assert set(by_step.values()) == ({"value: optimizer"} if fused else {"gradient", "value: quiet", "-"})
+    assert fused or (by_step[11] == by_step[14] == "gradient" and by_step[12] == "value: quiet" and by_step[13] == "-")
+
+
+OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1e-2),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "Muon": lambda p: torch.optim.Muon([w for w in p if w.dim() == 2], lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_optimizers_go_whole_and_say_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        return Job(model, {"optim": OTHERS[kind](model.parameters())}, plain)
+
+    found = survives(tmp_path, make, caplog)
+    assert set(travelled(found, "0.weight")) == {"value: optimizer"}
+    assert len([record for record in caplog.records if kind in record.message]) == 2  # once for each of the two starts
+
+
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(1e-2)}, {"capturable": False}])
+def test_switches_of_adamw(tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]) -> None:
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        own: dict[str, Any] = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+        return Job(model, {"optim": torch.optim.AdamW(model.parameters(), fused=True, **own)}, changing)
+
+    def changing(job: Job, n: int) -> None:
+        plain(job, n)
+        job.optimizer.param_groups[0]["lr"] *= 0.99
+
+    found = survives(tmp_path, make, caplog)
+    assert set(travelled(found, "0.weight")) == {"gradient"}
