@@ -16,8 +16,8 @@ CODE = [source for source in SOURCES if source.layer != "tests"]
 LIBRARY = [source for source in CODE if source.layer != "tools"]
 TESTS = [source for source in SOURCES if source.layer == "tests"]
 
-MAY_UNPICKLE: set[str] = set()
-"""Files that may read pickle. None may so far: exports write it, and whoever asked for them reads it."""
+MAY_UNPICKLE = {"adacheck/export.py"}
+"""Files that may write pickle, and read back what they just wrote, to compare it: the exports in formats made of it."""
 
 Rule = Callable[[Source], Iterator[str]]
 RULES: list[tuple[Rule, list[Source]]] = [

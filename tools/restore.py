@@ -1,0 +1,205 @@
+"""`adacheck-restore URI --to DIR`: takes a cut out of a store without a trainer or a GPU, also beside a running trainer.
+
+It takes neither lock nor incarnation, and changes nothing in the store. The directory appears under its name when all of it is
+written and compared; until then it is called `.DIR.partial-…` beside it. `restored.json` in it says what it is, tensor by tensor.
+
+`--list --json` prints `version` (1), `run` and `points`, each with `step`, `tiers`, `intact`, `proven`, `exact`, oldest first.
+`--to … --json` prints what `restored.json` holds, with `directory`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from adacheck import config, recovery
+from adacheck.backends.lmdb_store import LmdbBackend
+from adacheck.backends.local_files import LocalFiles
+from adacheck.config import StoreConfig
+from adacheck.errors import ConfigError, NoCut
+from adacheck.export import Export, Format, rename, write
+from adacheck.full_checkpoint import CutId
+from adacheck.incarnations import read_run
+from adacheck.nvme_directory import GENERATION, check_nvme_run, nvme_path
+from adacheck.reading import open_objects
+from adacheck.recovery import Cut
+from adacheck.sources import Sources, gather
+from adacheck.store import RestorePoint, restore_points
+from adacheck.tools.exit_codes import UNCORRECTED, reported, run
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@contextmanager
+def sources_of(store: StoreConfig) -> Iterator[Sources]:
+    """What the store offers; the NVMe copy as it is at this moment, whatever its trainer does meanwhile.
+
+    Raises:
+        NoCut: there is no run.
+        ForeignRun: the NVMe directory belongs to another run.
+    """
+    with open_objects(store) as reading:
+        found = read_run(reading.objects)
+        check_nvme_run(store, found.run if found else None)
+        if found is None:
+            raise NoCut(f"there is no run at {store.address}; check the address")
+        path = nvme_path(store, found.run)
+        if path is None or not path.is_dir():
+            yield gather(found.run, reading.objects, None)
+            return
+        with LmdbBackend(path, create=False, read_only=True) as nvme, nvme.snapshot() as moment:
+            yield gather(found.run, reading.objects, moment)
+
+
+def read_cut(sources: Sources, step: int | None) -> tuple[Cut, CutId]:
+    """The cut, and whose it is.
+
+    Raises:
+        NoCut: nothing can be restored, or not this step; says why.
+    """
+    cut = recovery.read_newest(sources, step=step)
+    if cut is None:
+        raise NoCut(f"run {sources.run} has no cut yet")
+    incarnation = next((full.incarnation for full in sources.fulls if full.folder == cut.source), None)
+    if incarnation is None:
+        assert sources.scan is not None, "a cut of no full checkpoint is one of the NVMe copy"
+        incarnation = sources.scan.increments[cut.step].incarnation
+    return cut, CutId(sources.run, GENERATION, incarnation, cut.step)
+
+
+@contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """A temporary sibling that gets the name `directory` at the end, or is removed.
+
+    Raises:
+        ConfigError: the name is taken by a file, or a directory with content.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} exists already and is not empty; choose another --to")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = directory.parent / f".{directory.name}.partial-{secrets.token_hex(4)}"
+    temporary.mkdir()
+    try:
+        yield temporary
+        LocalFiles().fsync_dir(temporary)
+        temporary.rename(directory)
+        LocalFiles().fsync_dir(directory.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def step_of(text: str) -> int | None:
+    """The step asked for, `None` for the newest.
+
+    Raises:
+        typer.BadParameter: neither a number nor `latest`.
+    """
+    if text == "latest":
+        return None
+    if not text.isdecimal():
+        raise typer.BadParameter(f"--step {text!r} is neither a step nor 'latest'")
+    return int(text)
+
+
+def rules_of(texts: list[str]) -> dict[str, str]:
+    """`old=new` pairs.
+
+    Raises:
+        typer.BadParameter: not of that form.
+    """
+    pairs = [text.partition("=") for text in texts]
+    for text, (old, sign, new) in zip(texts, pairs, strict=True):
+        if not (old and sign and new):
+            raise typer.BadParameter(f"--map-fqn {text!r} is not of the form old=new")
+    return {old: new for old, _, new in pairs}
+
+
+def show_points(points: list[RestorePoint], run_name: str, as_json: bool) -> None:
+    """Print the list of cuts."""
+    if as_json:
+        typer.echo(json.dumps({"version": 1, "run": run_name, "points": [asdict(point) for point in points]}, indent=2))
+        return
+    table = Table(title=f"run {run_name}", title_justify="left")
+    for title in ("step", "tiers", "intact", "proven", "exact"):
+        table.add_column(title, justify="right" if title == "step" else "left")
+    for point in points:
+        table.add_row(str(point.step), ", ".join(point.tiers), *("yes" if it else "no" for it in (point.intact, point.proven, point.exact)))
+    Console().print(table)
+
+
+def export(store: StoreConfig, step: int | None, directory: Path, kind: Format, rules: dict[str, str]) -> dict[str, Any]:
+    """Read the cut, write it, compare it; gives the description of what was written."""
+    console = Console(stderr=True, soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with (
+        new_directory(directory) as temporary,
+        Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar,
+    ):
+        task = bar.add_task("reading", total=None)
+        with sources_of(store) as sources:
+            try:
+                cut, name = read_cut(sources, step)
+            finally:
+                for line in sources.rejected:
+                    console.print(f"rejected: {line}", markup=False, highlight=False)
+        cut, names = rename(cut, rules)
+        out = Export(cut, name, names)
+        bar.update(task, description=f"writing step {cut.step}, and reading it back", total=2 * out.size_bytes)
+        described = write(out, temporary, kind, lambda size: bar.advance(task, size))
+    return {**described, "directory": str(directory)}
+
+
+@app.command()
+def restore(
+    uri: Annotated[str, typer.Argument(help="The store, as given to Store.open.", show_default=False)],
+    step: Annotated[str, typer.Option(help="Which cut: a step, or latest.")] = "latest",
+    to: Annotated[Path | None, typer.Option(help="Directory to write; it must not exist, or be empty.", show_default=False)] = None,
+    kind: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.SAFETENSORS,
+    list_: Annotated[bool, typer.Option("--list", help="List what can be restored, and write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    map_fqn: Annotated[list[str] | None, typer.Option(help="Rename a parameter: old=new, or old.=new. for a prefix.")] = None,
+) -> None:
+    """Take a cut out of a store. Ends with 0: done, 4: nothing can be restored, 8: could not do it, 16: wrong call."""
+    logging.getLogger("adacheck").addHandler(logging.NullHandler())
+    wanted, rules = step_of(step), rules_of(map_fqn or [])
+    if not list_ and to is None:
+        raise typer.BadParameter("give --to DIR, or --list")
+    with reported(nothing=UNCORRECTED):
+        store = config.parse(uri, {})
+        if list_:
+            with sources_of(store) as sources:
+                points, run_name = restore_points(sources), sources.run
+            show_points(points, run_name, as_json)
+            if not points:
+                raise NoCut(f"run {run_name} has no cut that can be restored")
+            return
+        assert to is not None
+        described = export(store, wanted, Path(os.path.abspath(to)), kind, rules)  # noqa: PTH100 - resolve() would follow links
+    if as_json:
+        typer.echo(json.dumps(described, indent=2))
+        return
+    console, count = Console(soft_wrap=True), len(described["tensors"])
+    text = f"step {described['step']} from {described['source']} is in {described['directory']}: {count} tensors written as {kind}"
+    console.print(f"{text}, read back, and equal to the digests of the cut", markup=False, highlight=False)
+
+
+def main() -> None:
+    """Entry point of `adacheck-restore`."""
+    run(app)
+
+
+if __name__ == "__main__":
+    main()
