@@ -108,7 +108,10 @@ def read_nvme(sources: Sources, step: int) -> Cut:
         def read_base(segment: Segment, key: str = key) -> bytes:
             return read_verified(nvme, slot_key(key, segment.slot), segment)
 
-        shadow[number] = load_state(f"base at step {base.step}", base.spec, base.segments, base.digest, read_base)
+        try:
+            shadow[number] = load_state(f"base at step {base.step}", base.spec, base.segments, base.digest, read_base)
+        except DamagedCut as error:
+            raise DamagedCut(str(error), base.step) from error  # no cut of this copy can be read without it
     applier, replayed = Applier(shadow), dict[int, int]()
     inexact = False
     for at, states in applicable(found.copy, step):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Container
 from dataclasses import dataclass
+from itertools import count
 from math import prod
 
 from adacheck import incarnations
 from adacheck.backends.base import Backend, Created, Expect
-from adacheck.backends.errors import Busy, NotFound
+from adacheck.backends.errors import Busy, Damaged, NotFound
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.config import StoreConfig
 from adacheck.errors import StoreBusy, Superseded
@@ -89,6 +90,11 @@ def _open_nvme(config: StoreConfig, run: str) -> LmdbBackend | None:
         return LmdbBackend(path)
     except Busy as error:
         raise StoreBusy(f"run {run} is being trained on this host already: {error}") from error
+    except Damaged as error:
+        aside = next(name for at in count(1) if not (name := path.with_name(f"{path.name}.damaged-{at}")).exists())
+        path.rename(aside)
+        _log.warning("rejected: %s cannot be read and was moved to %s: %s", path, aside, error)
+        return LmdbBackend(path)
 
 
 def _fence(nvme: Backend, incarnation: Incarnation) -> None:
@@ -153,7 +159,8 @@ def _bring_nvme(
         return genesis, None, None
     step, scanned = (0 if cut is None else cut.step), start.sources.scan
     fence = encode(start.incarnation)
-    if cut is not None and scanned is not None:
+    # A copy that reaches the cut, and was not what it could be read from, holds damage below it: what was added there would be lost.
+    if cut is not None and scanned is not None and cut.kind is Kind.NVME:
         brought = bring_in(scanned.copy, name.incarnation, step, forks)
         if not isinstance(brought, Refused) and brought.top >= step and step in scanned.links:
             stored = NvmeCopy(start.nvme, scanned.chain, fence, scanned.stored_increments(), scanned.stored_bases())

@@ -127,7 +127,8 @@ class Process:
         self.ckpt.drain()
         keeper = self.ckpt._keeper
         assert keeper is not None
-        keeper.shared.wait(lambda: not keeper.uploading, 20)
+        fulls, chain = keeper._full_thread, keeper.shared.chain
+        assert keeper.shared.wait(lambda: not keeper.uploading and not fulls.due(chain.memory.least_base, wanted=False), 20)
 
     def abandon(self) -> None:
         """End it without any of the good deeds of `close()`: threads stop where they are, nothing more is made durable."""
