@@ -48,7 +48,8 @@ class Promises:
         self.published = max(self.published, now.published)
         if now.durable > max(self.durable, self.published):  # promised with what is on NVMe now
             for chain, places in enumerate(self.places):
-                self.void[chain] &= "nvme" not in places or places["nvme"].copy.top < now.durable
+                reported = max(now.durable, self.progress[chain].synced_most)  # the round may be older than the content
+                self.void[chain] &= "nvme" not in places or places["nvme"].copy.top < reported
         self.committed, self.durable = max(self.committed, now.committed), max(self.durable, now.durable)
 
     def check_cut(self, cut: int, here: list[dict[str, Place]]) -> None:

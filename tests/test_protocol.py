@@ -237,6 +237,14 @@ def test_a_lost_copy_may_come_back_with_less() -> None:
     assert now.copies["nvme"].acked == 11 and now.copies["nvme"].standing is Standing.LOST
 
 
+def test_nvme_that_comes_back_with_less_is_not_reported_as_more() -> None:
+    now = trainer.declare_lost(alone(acked(acked(begun(), "memory", 12), "nvme", 14)), "nvme")
+    assert trainer.vector(now)[:3] == (12, 14, -10), "lost is not gone: what it synced is still there"
+    now = acked(now, "nvme", 12, floor=11)
+    assert trainer.vector(now)[:3] == (12, 12, -11) and now.synced_most == 14
+    assert trainer.after_round(now, (12, 12, -11, 1, 0)).durable == 14, "but what was learned stays"
+
+
 def test_a_full_disk_keeps_the_durable_step_until_a_full_checkpoint_is_published() -> None:
     now = trainer.declare_lost(alone(acked(acked(begun(), "memory", 12), "nvme", 12)), "nvme")
     now = alone(acked(now, "memory", 40))

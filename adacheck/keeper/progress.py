@@ -33,13 +33,15 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Watermarks of one rank; every one of them only grows.
+    """Watermarks of one rank: acked, committed, durable and published only grow.
 
     Attributes:
         cut: the step this incarnation started from.
         copies: name -> member, of this rank's chain.
         acked: newest step that every configured copy holds.
-        synced, synced_floor: newest step on this chain's NVMe, and the lowest that can be restored there; -1 without NVMe.
+        synced, synced_floor: newest step on this chain's NVMe, and the lowest that can be restored there; -1 without NVMe. A lost
+            copy keeps what it has; one that comes back with less takes them back.
+        synced_most: the highest synced step that this rank ever reported: the durable step may count on it.
         committed: the least acked step over all chains, as far as this rank has learned; -1 before the first round.
         durable: the least synced step over all chains, or the newest published full checkpoint if that is higher; -1: none yet.
         published: step of the newest full checkpoint known to be published on the live lineage; -1 for none.
@@ -53,6 +55,7 @@ class Progress:
     acked: int
     synced: int
     synced_floor: int
+    synced_most: int
     committed: int
     durable: int
     published: int
@@ -72,7 +75,7 @@ def begin(cut: int, copies: Mapping[str, tuple[Kind, Copy]], published: int = NO
         name: Member(kind, copy.top, copy.floor, Standing.CONFIGURED if copy.top >= cut else Standing.LOST)
         for name, (kind, copy) in copies.items()
     }
-    return _settle(Progress(cut, members, cut, NO_CUT, NO_CUT, NO_CUT, published, published))
+    return _settle(Progress(cut, members, cut, NO_CUT, NO_CUT, NO_CUT, NO_CUT, published, published))
 
 
 def acknowledge(progress: Progress, name: str, kind: Kind, step: int, floor: int) -> Progress:
@@ -146,14 +149,15 @@ def configured(progress: Progress) -> frozenset[str]:
 def may_catch_up(progress: Progress, kind: Kind, old: Copy | None, source: Copy) -> bool:
     """Whether what a lost copy holds (`old`, `None` for nothing) may be replaced by what `source` holds.
 
-    Never for less than it holds. Never while only a crash-free end of a restore on every rank makes the old content useless. On
-    NVMe only if the new floor still serves the durable step, or a full checkpoint covers all that the old content served.
+    Never for less than it holds. Before the first round, not if it holds anything that no full checkpoint covers: another rank's
+    restore may still crash and fall back to it. On NVMe only if the new floor still serves the durable step, or a full checkpoint
+    covers all that the old content served.
     """
     if old is not None and old.incarnation == source.incarnation and old.top > source.top:
         return False
     served = NO_CUT if old is None else old.top
     if kind is Kind.NVME:
-        return source.floor <= progress.durable or progress.published >= max(served, progress.synced)
+        return source.floor <= progress.durable or progress.published >= max(served, progress.synced_most)
     return progress.rounds > 0 or progress.published >= served
 
 
@@ -166,10 +170,12 @@ def _settle(progress: Progress) -> Progress:
         name: replace(member, standing=Standing.CONFIGURED) if member.standing is Standing.JOINING and member.acked >= acked else member
         for name, member in progress.copies.items()
     }
+    synced = min((member.acked for member in on_nvme), default=progress.synced)
     return replace(
         progress,
         copies=copies,
         acked=acked,
-        synced=max(progress.synced, min((member.acked for member in on_nvme), default=NO_CUT)),
-        synced_floor=max(progress.synced_floor, max((member.floor for member in on_nvme), default=NO_CUT)),
+        synced=synced,
+        synced_floor=max((member.floor for member in on_nvme), default=progress.synced_floor),
+        synced_most=max(progress.synced_most, synced),
     )
