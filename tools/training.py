@@ -34,7 +34,7 @@ class JobConfig:
     corpus_bytes: int = 4 << 20
 
 
-DEMO_JOB = JobConfig(DEMO, batch=8, total_steps=80)
+DEMO_JOB = JobConfig(DEMO, batch=4, total_steps=60)
 BENCH_JOB = JobConfig(BENCH, batch=32, learning_rate=3e-4)
 """4,096 tokens a step."""
 
