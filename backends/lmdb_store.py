@@ -69,7 +69,7 @@ class LmdbBackend(Backend):
         self.name = f"lmdb:{self.path}"
         self._read_only = read_only
         self._file = self.path / DATA_FILE
-        self._writer = threading.Lock()
+        self._writer, self._next_writer = threading.Lock(), threading.Lock()
         self._writing_thread = 0
         self._batches = 0
         kind = filesystem(self.path)
@@ -191,20 +191,22 @@ class LmdbBackend(Backend):
             raise Denied(f"{self.name} was opened read-only; open it without read_only to write")
         if self._writing_thread == threading.get_ident():
             raise Busy(f"{self.name} cannot write from inside a batch of its own; yield those items from the batch's generator")
-        with self._writer:
+        with self._next_writer:  # a thread that writes batch after batch must not overtake one that waits
+            self._writer.acquire()
+        try:
             self._writing_thread = threading.get_ident()
+            self._batches += 1
+            with self._translated("begin a transaction"):
+                if self._batches % _READER_CHECK_EVERY == 0:
+                    self._env.reader_check()
+                transaction = self._env.begin(write=True, buffers=True)
             try:
-                self._batches += 1
-                with self._translated("begin a transaction"):
-                    if self._batches % _READER_CHECK_EVERY == 0:
-                        self._env.reader_check()
-                    transaction = self._env.begin(write=True, buffers=True)
-                try:
-                    yield transaction
-                finally:
-                    transaction.abort()
+                yield transaction
             finally:
-                self._writing_thread = 0
+                transaction.abort()
+        finally:
+            self._writing_thread = 0
+            self._writer.release()
 
     def _apply(self, transaction: Any, key: str, parts: Parts | None, before_bytes: int) -> int:
         """Carry out one item and return its size; `before_bytes` is what the batch wrote so far."""
