@@ -42,6 +42,9 @@ RETRY_STEPS = 32
 BLOCK_DEADLINE_S = 60.0
 """Longest the trainer waits for a block before the keeper is taken for stuck, and training goes on without it."""
 
+CERTIFYING_STEPS_MAX = 2
+"""Most steps that may wait to be applied while most states go whole beside their gradients: that ends with the keeper's verdicts."""
+
 _log = logging.getLogger("adacheck")
 
 
@@ -150,14 +153,9 @@ class Checkpointer:
         keeper = self._keeper
         if keeper is None:
             return
-        deadline = time.monotonic() + self._config.deadline_s
-        shared, last = keeper.shared, keeper.submitted
-        shared.wait(lambda: shared.chain.progress.acked >= last, deadline - time.monotonic())
-        self._round(keeper)
-        progress = keeper.progress()
-        shared.allow(progress.committed, progress.durable)
-        if not shared.wait(lambda: shared.chain.memory.least_base >= last, deadline - time.monotonic()) or keeper.failure:
-            raise NotDurable(f"step {last} is acked up to {progress.acked} and not applied: {self._why(keeper)}")
+        last = keeper.submitted
+        if not self._wait_applied(keeper, last, self._config.deadline_s) or keeper.failure:
+            raise NotDurable(f"step {last} is acked up to {keeper.progress().acked} and not applied: {self._why(keeper)}")
 
     def publish_full(self) -> None:
         """Take a full checkpoint of the last step and wait until it is published; nothing to do if there is one.
@@ -285,6 +283,28 @@ class Checkpointer:
         if draft.values or draft.removed:
             self._schedule = None
         keeper.submit(replace(draft, committed=progress.committed, durable=progress.durable))
+        certifying = 2 * len(draft.comparable) > len(draft.gradients)
+        self._keep_pace(keeper, min(CERTIFYING_STEPS_MAX, self._config.log_steps) if certifying else self._config.log_steps)
+
+    def _keep_pace(self, keeper: Keeper, most: int) -> None:
+        """Wait while more than `most` steps are not applied yet, so that the log does not outgrow what it is said to need."""
+        behind = keeper.submitted - keeper.shared.chain.memory.least_base
+        if behind <= most:
+            return
+        begun = time.perf_counter()
+        caught_up = self._wait_applied(keeper, keeper.submitted - most, self._blocks.deadline_s)
+        self._blocks.blocked_s += time.perf_counter() - begun
+        if not caught_up and keeper.failure is None:
+            raise PoolEmpty(f"{behind} steps wait to be applied, {most} may, and none was for {self._blocks.deadline_s:.0f} s")
+
+    def _wait_applied(self, keeper: Keeper, step: int, deadline_s: float) -> bool:
+        """Wait until the shadow is at `step`, running the round that lets it get there; whether it is in time."""
+        deadline, shared = time.monotonic() + deadline_s, keeper.shared
+        shared.wait(lambda: shared.chain.progress.acked >= step, deadline_s)
+        self._round(keeper)
+        progress = keeper.progress()
+        shared.allow(progress.committed, progress.durable)
+        return shared.wait(lambda: shared.chain.memory.least_base >= step, deadline - time.monotonic())
 
     def _round(self, keeper: Keeper) -> None:
         """Learn the rounds that finished, and in a world of one run one at once."""
