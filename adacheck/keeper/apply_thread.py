@@ -131,11 +131,12 @@ class ApplyThread:
         shared, chain = self._shared, self._shared.chain
         step, states = chain.memory.least_base, [state for _, state in sorted(chain.shadow.items())]
         certificates = certify.certificates(chain.certifier)
-        shared.full_wanted = False
         if shared.nvme_alive and chain.nvme_copy is not None:
             try:
                 self._fulls.take_staged(step, states, chain.opaque, certificates, chain.nvme_copy)
             except BackendError as error:
                 lose_nvme(shared, error)
+                return
         else:
             self._fulls.take_copied(step, states, chain.opaque, certificates)
+        shared.full_wanted = False

@@ -43,7 +43,7 @@ class FullThread:
     ) -> None:
         self._shared, self._backend = shared, backend
         self._full_every, self._keep, self._retry_steps = full_every, keep, retry_steps
-        self._taken = max((entry.step for entry in listed), default=-1)
+        self._taken = self._before = max((entry.step for entry in listed), default=-1)
         self._retry_at: int | None = None
         self._pending: dict[int, str] = {}
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -59,8 +59,9 @@ class FullThread:
         """Whether the cut at `step`, where the shadow is now, is to be taken: a multiple was passed, or somebody wants one."""
         if self._busy or step <= max(self._taken, 0):
             return False
-        retry = self._retry_at is not None and step >= self._retry_at
-        return wanted or retry or step // self._full_every > self._taken // self._full_every
+        if wanted or self._retry_at is not None:
+            return wanted or step >= (self._retry_at or 0)
+        return step // self._full_every > self._taken // self._full_every
 
     def take_staged(
         self, step: int, states: Sequence[State], opaque: Opaque, certificates: tuple[Certificate, ...], copy: NvmeCopy
@@ -113,7 +114,7 @@ class FullThread:
         certificates: tuple[Certificate, ...],
         finish: Callable[[], None],
     ) -> None:
-        self._busy, self._taken, self._retry_at = True, step, None
+        self._busy, self._before, self._taken, self._retry_at = True, self._taken, step, None
         self._queue.put(lambda: self._upload(step, sources, opaque, certificates, finish))
 
     def _upload(
@@ -130,17 +131,19 @@ class FullThread:
             entry = write_full(self._backend, cut, sources, opaque, certificates=certificates)
             self._publish(catalogue.listing(entry))
         except (BackendError, DamagedCut) as error:
-            self._retry_at = step + self._retry_steps
+            self._taken, self._retry_at = self._before, step + self._retry_steps
             self._shared.report(f"the full checkpoint at step {step} failed, the next try is at step {self._retry_at}: {error}")
         else:
             self._pending[step] = entry.folder
             self._published(step)
             retention.prune(self._backend, name.run, name.incarnation, self._keep)
         finally:
-            finish()
-            with self._shared.changed:
-                self._busy = False
-                self._shared.changed.notify_all()
+            try:
+                finish()
+            finally:
+                with self._shared.changed:
+                    self._busy = False
+                    self._shared.changed.notify_all()
 
     def _publish(self, change: Callable[[catalogue.Fulls], catalogue.Fulls]) -> None:
         name = self._shared.chain.name
@@ -150,7 +153,8 @@ class FullThread:
         shared = self._shared
         with shared.changed:
             shared.chain.progress = publish(shared.chain.progress, step)
-            shared.rejoin_wanted = not shared.nvme_alive and shared.chain.nvme_copy is not None
+            if not shared.nvme_alive and shared.chain.nvme is not None and step < shared.chain.nvme.top:
+                shared.full_wanted = True  # NVMe may be used again only when a full checkpoint covers what it holds
             shared.changed.notify_all()
 
 

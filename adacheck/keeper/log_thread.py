@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Mapping
@@ -20,6 +21,10 @@ from adacheck.keeper.submission import Draft
 from adacheck.keeper.window import Logged, Window
 
 PAYLOADS_KEPT = 1000
+REJOIN_STEPS, REJOIN_STEPS_MAX = 2, 1024
+"""Steps between tries to use NVMe again: doubled after each that failed, up to the second number."""
+
+_log = logging.getLogger("adacheck")
 
 
 class LogThread:
@@ -31,6 +36,7 @@ class LogThread:
         self._writer = LogWriter(shared.chain.name, shared.chain.cut, shared.chain.link)
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._ending = False
+        self._rejoin_at, self._pause = 0, REJOIN_STEPS
         self.payloads: dict[int, Mapping[str, int]] = {}
         """Stored bytes of the newest steps, by payload."""
         self.cpu_s = 0.0
@@ -45,8 +51,8 @@ class LogThread:
             batch = self._store(first)
             self._account(batch)
             self.cpu_s = time.thread_time()
-            if self._shared.rejoin_wanted and isinstance(batch.consumed[-1], Draft):
-                self._rejoin()
+            if not self._shared.nvme_alive and isinstance(batch.consumed[-1], Draft) and batch.consumed[-1].step >= self._rejoin_at:
+                self._rejoin(batch.consumed[-1].step)
 
     def _more(self) -> Message | None:
         try:
@@ -98,22 +104,34 @@ class LogThread:
             chain.nvme, _ = receive(chain.nvme, chain.name.incarnation, increment.step, held)
             chain.progress = acknowledge(chain.progress, NVME, Kind.NVME, chain.nvme.top, chain.nvme.floor)
 
-    def _rejoin(self) -> None:
-        """Bring NVMe back in with a new base, between two steps of the log."""
+    def _rejoin(self, step: int) -> None:
+        """Bring NVMe back in with a new base, between two steps of the log; if that fails, try again some steps later.
+
+        What is there goes first, so a full checkpoint must have taken all of it over: whatever stops this half way costs nothing
+        durable then. And an increment above the new base must be there, since the opaque state of a cut is in its increment.
+        """
         shared, chain = self._shared, self._shared.chain
-        shared.rejoin_wanted = False
+        if chain.nvme_copy is None or chain.nvme is None or chain.progress.published < chain.nvme.top:
+            return
         with shared.applying:
-            if chain.nvme_copy is None or not may_catch_up(chain.progress, Kind.NVME, chain.nvme, chain.memory):
+            served = max(chain.nvme.top, chain.progress.synced)
+            covered = chain.progress.published >= served and chain.memory.least_base > served
+            if not covered or chain.memory.least_base >= chain.memory.top:
+                return
+            if not may_catch_up(chain.progress, Kind.NVME, chain.nvme, chain.memory):
                 return
             try:
                 fresh = rejoin(chain.nvme_copy, chain.memory, chain.shadow, self._window, chain.certifier)
             except BackendError as error:
-                shared.report(f"NVMe cannot be used again yet: {error}")
+                self._pause = min(2 * self._pause, REJOIN_STEPS_MAX)
+                self._rejoin_at = step + self._pause
+                shared.report(f"NVMe cannot be used again yet, the next try is at step {self._rejoin_at}: {error}")
                 return
+            self._pause = REJOIN_STEPS
             with shared.changed:
                 chain.nvme, shared.nvme_alive = fresh, True
                 chain.progress = acknowledge(chain.progress, NVME, Kind.NVME, fresh.top, fresh.floor)
-            shared.report(f"NVMe is used again from step {fresh.floor} on")
+        _log.warning("NVMe is used again from step %d on", fresh.floor)
 
 
 def lose_nvme(shared: Shared, error: BackendError) -> None:

@@ -67,7 +67,6 @@ class Shared:
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     applying: threading.Lock = field(default_factory=threading.Lock)
     stopping: bool = False
-    rejoin_wanted: bool = False
     full_wanted: bool = False
     failure: AdacheckError | None = None
     reports: list[str] = field(default_factory=list)
