@@ -284,7 +284,7 @@ class Checkpointer:
             self._schedule = None
         keeper.submit(replace(draft, committed=progress.committed, durable=progress.durable))
         certifying = 2 * len(draft.comparable) > len(draft.gradients)
-        self._keep_pace(keeper, min(CERTIFYING_STEPS_MAX, self._config.log_steps) if certifying else self._config.log_steps)
+        self._keep_pace(keeper, CERTIFYING_STEPS_MAX if certifying else max(self._config.log_steps // 2, CERTIFYING_STEPS_MAX))
 
     def _keep_pace(self, keeper: Keeper, most: int) -> None:
         """Wait while more than `most` steps are not applied yet, so that the log does not outgrow what it is said to need."""
