@@ -42,7 +42,7 @@ RETRY_STEPS = 32
 BLOCK_DEADLINE_S = 60.0
 """Longest the trainer waits for a block before the keeper is taken for stuck, and training goes on without it."""
 
-CERTIFYING_STEPS_MAX = 2
+CERTIFYING_STEPS_MAX = 1
 """Most steps that may wait to be applied while most states go whole beside their gradients: that ends with the keeper's verdicts."""
 
 _log = logging.getLogger("adacheck")
