@@ -6,9 +6,10 @@ Keyword arguments of `Store.open` win over the URI, the URI over `ADACHECK_*` en
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ class StoreConfig:
         on_error: `warn` logs a failed checkpoint, `raise` raises at the next `step()`.
         memory_budget_bytes: most the windows and blocks may use, `None` for half of what the host has free.
         deadline_s: how long a step may wait for the keeper, and `close()` and `drain()` for the last step.
-        storage: fsspec's own options for the object tier.
+        storage: the object tier's own options: fsspec's, and `part_bytes` of S3. Written in a URI, `true`, `false`, numbers of
+            sizes, and JSON (`client_kwargs={"region_name": "eu-1"}`) become what they say.
     """
 
     address: str
@@ -56,7 +58,7 @@ class StoreConfig:
     on_error: str = "warn"
     memory_budget_bytes: int | None = None
     deadline_s: float = 600.0
-    storage: Mapping[str, Any] = field(default_factory=dict)
+    storage: Mapping[str, Any] = field(default_factory=dict, repr=False)  # it may hold a password
 
     @property
     def scheme(self) -> str:
@@ -70,6 +72,8 @@ _CHOICES = {
     "on_error": ("warn", "raise"),
 }
 _LEAST = {"full_every": 1, "refresh": 1, "log_steps": 2, "keep": 1, "peer_copies": 0, "tolerance": 0}
+_S3_OPTIONS = frozenset({"part_bytes", "profile"})
+_SECRETS = frozenset({"key", "secret", "token", "username", "password", "profile"})
 _NAMES = {"bandwidth_bytes_per_s": "bandwidth", "memory_budget_bytes": "memory_budget"}
 OPTIONS = tuple(_NAMES.get(f.name, f.name) for f in fields(StoreConfig) if f.name not in ("address", "storage"))
 
@@ -81,18 +85,20 @@ def parse(uri: str, options: Mapping[str, Any], environment: Mapping[str, str] =
         ConfigError: no or an unknown scheme, an unknown option (the nearest known one is offered), a value out of range, or
             an address that needs `nvme=` without one.
     """
-    parts = urlsplit(uri)
+    parts = urlsplit(uri, allow_fragments=False)
+    uri = uri.partition("?")[0]  # what messages show: options may hold a password
     _check_scheme(uri, parts.scheme)
     given: dict[str, Any] = {}
     for name in OPTIONS:
         if (value := environment.get(f"ADACHECK_{name.upper()}")) is not None:
             given[name] = value
-    query = parse_qsl(parts.query, keep_blank_values=True)
+    query = _query(uri, parts.query)
     given.update(query)
     given.update({name: value for name, value in options.items() if value is not None or name == "nvme"})
     storage = {name: given.pop(name) for name in list(given) if name not in OPTIONS}
-    _check_storage(parts.scheme, storage, {name for name, _ in query})
-    address = urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")) if parts.netloc or parts.path else uri.split("?")[0]
+    _check_storage(parts.scheme, storage, query.keys() - options.keys())
+    storage = {name: value if name in options else _parsed(name, value) for name, value in storage.items()}
+    address = urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")) if parts.netloc or parts.path else uri
     if parts.scheme == "file":
         address = f"file://{parts.netloc}{parts.path.rstrip('/')}"
         if parts.netloc or not parts.path.rstrip("/"):
@@ -109,12 +115,47 @@ def _check_scheme(uri: str, scheme: str) -> None:
         raise ConfigError(f"unknown scheme {scheme!r} in {uri!r}{_nearest(scheme, known)}; known: {', '.join(known)}")
 
 
-def _check_storage(scheme: str, storage: Mapping[str, Any], from_uri: set[str]) -> None:
-    known = known_options(scheme)
+def _query(uri: str, query: str) -> dict[str, str]:
+    pairs = parse_qsl(query, keep_blank_values=True)
+    for at, (name, _) in enumerate(pairs):
+        if name in {earlier for earlier, _ in pairs[:at]}:
+            raise ConfigError(f"{uri!r} has the option {name!r} twice; give it once")
+    return dict(pairs)
+
+
+def _check_storage(scheme: str, storage: Mapping[str, Any], from_uri: Set[str]) -> None:
+    known = _storage_options(scheme)
     for name in storage:
         if known is not None and name not in known:
             where = "in the URI" if name in from_uri else "given to Store.open"
-            raise ConfigError(f"unknown option {name!r} {where}{_nearest(name, (*OPTIONS, *known))}; options: {', '.join(OPTIONS)}")
+            own = f"; of {scheme}: {', '.join(sorted(known))}" if known else ""
+            raise ConfigError(f"unknown option {name!r} {where}{_nearest(name, (*OPTIONS, *known))}; options: {', '.join(OPTIONS)}{own}")
+
+
+def _storage_options(scheme: str) -> frozenset[str] | None:
+    """What the object tier of a scheme takes besides; `None` where only its package knows."""
+    known = known_options(scheme)
+    if known is None or scheme == "s3":
+        return known and known | _S3_OPTIONS
+    return frozenset()
+
+
+def _parsed(name: str, text: str) -> Any:
+    """The value of an option of the object tier that was written in a URI: a truth value, a number, JSON, or the text itself."""
+    if name in _SECRETS:
+        return text
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if name == "part_bytes":
+        return _amount(name, text)
+    if name.endswith(("_size", "_concurrency")) and text.isdecimal():
+        return int(text)
+    if text[:1] in ("{", "["):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{name}={text!r} begins like JSON and is none: {error}") from error
+    return text
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -176,7 +217,7 @@ def _number(name: str, value: Any) -> int:
 def _seconds(name: str, value: Any) -> float:
     try:
         seconds = float(value)
-    except ValueError:
+    except (TypeError, ValueError):
         seconds = 0.0
     if not 0 < seconds < 1e9:
         raise ConfigError(f"{name}={value!r} is not a positive number of seconds")

@@ -55,9 +55,10 @@ class Store:
         """
         config = parse(uri, options)
         scheme, _, address = config.address.partition("://")
-        backend: Backend = Retrying(open_backend(scheme, address, config.storage))
+        backend = open_backend(scheme, address, config.storage)
         if config.bandwidth_bytes_per_s is not None:
             backend = Limited(backend, config.bandwidth_bytes_per_s)
+        backend = Retrying(backend)  # outside: what goes slow comes from a generator, which could not be tried again
         if not backend.traits.exclusive_put:
             backend.close()
             raise ConfigError(f"{config.address} has no exclusive puts, so two processes would not see each other; use file:// or s3://")
