@@ -59,3 +59,7 @@ class NotDurable(AdacheckError):
 
 class Detached(AdacheckError):
     """The keeper stopped (full disk, dead thread): training goes on, checkpoints do not; names the cause."""
+
+
+class ExportFailed(AdacheckError):
+    """A cut could not be written for others to load; nothing is left under the name it was to have."""

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
 from adacheck.backends.base import Buffer
 from adacheck.backends.object_store import ObjectStore
 from adacheck.capture import opaque
 from adacheck.digest import tensor_digest_of_bytes
-from adacheck.errors import ConfigError, DamagedCut
+from adacheck.errors import ConfigError, DamagedCut, ExportFailed
 from adacheck.export_values import loadable, summary
 from adacheck.full_checkpoint import CutId, StateSource, opaque_object, write_full
 from adacheck.full_reader import read_full
@@ -127,8 +127,12 @@ def write(export: Export, directory: Path, kind: Format, progress: Progress) -> 
 
     Raises:
         DamagedCut: what was written is not what was to be written.
+        ExportFailed: torch could not write it, for want of space or because of a value that the format cannot hold.
     """
-    _WRITERS[kind](export, directory, progress)
+    try:
+        _WRITERS[kind](export, directory, progress)
+    except (RuntimeError, CheckpointException) as error:
+        raise ExportFailed(f"step {export.cut.step} cannot be written to {directory} as {kind}: {error}") from error
     if kind is not Format.SAFETENSORS:
         content, _ = opaque_object(list(export.cut.opaque.items()))
         _store(directory / "opaque.msgpack", content)
@@ -190,9 +194,9 @@ def _write_dcp(export: Export, directory: Path, progress: Progress) -> None:
     read = {key: torch.empty_like(value) if isinstance(value, torch.Tensor) else None for key, value in flat.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which `no_dist` says already
-        dcp_save(flat, checkpoint_id=directory, no_dist=True)
+        state_dict_saver.save(flat, checkpoint_id=directory, no_dist=True)
         progress(export.size_bytes)
-        dcp_load(read, checkpoint_id=directory, no_dist=True)
+        state_dict_loader.load(read, checkpoint_id=directory, no_dist=True)
     _compare_flat(flat, read, progress)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,6 @@ def test_leftovers_are_notes(runs: Runs, tmp_path: Path) -> None:
     upload.write_bytes(b"x")
     code, report = check(store, "--read-data")
     assert code == 0 and [f["kind"] for f in report["findings"]].count(Kind.STALE_UPLOAD) == 0, "it may still be written to"
-    import os
-
     os.utime(upload, (0, 0))
     code, report = check(store, "--read-data")
     said = {(finding["severity"], finding["kind"], finding["name"]) for finding in report["findings"]}
