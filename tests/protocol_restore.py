@@ -110,7 +110,8 @@ class Restoring(Promises):
 
     def kill(self) -> None:
         kind = self.random.choices(["trainers", "host", "two hosts", "all agents"], weights=[3, 3, 2, 3])[0]
-        dead = set(self.random.sample(range(self.chains), {"trainers": 0, "host": 1, "two hosts": 2, "all agents": self.chains}[kind]))
+        count = {"trainers": 0, "host": 1, "two hosts": 2, "all agents": self.chains}[kind]
+        dead = set(self.random.sample(range(self.chains), min(count, self.chains)))
         for chain in range(self.chains):
             for name in list(self.places[chain]):
                 gone = name != "nvme" or (kind != "all agents" and self.random.random() < 0.3)
