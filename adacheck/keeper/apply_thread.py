@@ -105,11 +105,9 @@ class ApplyThread:
         if self._rolling.turns.keys() != chain.shadow.keys():
             self._rolling = refresh.rolling([(n, s.size_bytes) for n, s in sorted(chain.shadow.items())], self._log_steps)
         allowed = {"committed": shared.committed, "durable": shared.durable}
-        due = [
-            state
-            for state in refresh.bases_due(self._rolling, chain.nvme.bases, step)
-            if state in chain.shadow and may_replace_base(chain.nvme, state, step, **allowed)
-        ]
+        whole = {at: held.whole for at, held in chain.nvme.held.items() if at <= step}
+        wanted = (*refresh.bases_due(self._rolling, chain.nvme.bases, step), *refresh.crowded(chain.nvme.bases, whole, step))
+        due = [s for s in dict.fromkeys(wanted) if s in chain.shadow and may_replace_base(chain.nvme, s, step, **allowed)]
         certificates = certify.certificates(chain.certifier)
         try:
             if not chain.nvme_copy.stored:

@@ -5,6 +5,7 @@ A schedule is made once per layout; asking it what is due costs nothing. What co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from adacheck.manifests.record import SEGMENT_BYTES_MAX
 
 ELEMENTS_MULTIPLE = 64
 """Pieces begin at multiples of this: cuts elsewhere change bits in vectorised kernels."""
+
+CROWDED = 3
+"""Whole values above a state's base on NVMe for which a new base is written before its turn: as many as a certificate takes."""
 
 PIECE_BYTES_MIN = 64 << 10
 """Smaller pieces would cost more in bookkeeping than they spread; tensors below it are one piece."""
@@ -104,3 +108,12 @@ def bases_due(plan: Rolling, bases: Mapping[int, int], applied: int) -> tuple[in
         if bases.get(state, -1) < applied - (applied - turn) % plan.log_steps
     ]
     return tuple(state for _, state in sorted(late))
+
+
+def crowded(bases: Mapping[int, int], whole: Mapping[int, Collection[int]], applied: int) -> tuple[int, ...]:
+    """States of which several whole values lie in the log above their base, and that now go by gradient: a base frees all of them.
+
+    `whole` are the states shipped whole at each step up to `applied`. One that is whole at every step waits for its turn.
+    """
+    counts = Counter(state for step, states in whole.items() for state in states if step > bases.get(state, -1))
+    return tuple(sorted(state for state, count in counts.items() if count >= CROWDED and state not in whole.get(applied, ())))
