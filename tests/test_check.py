@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from adacheck.finding import Kind
+from adacheck.backends.memory import MemoryBackend
+from adacheck.backends.wrappers import Wrapper
+from adacheck.catalogue import publish
+from adacheck.check import Check
+from adacheck.check_nvme import check_records, check_slots
+from adacheck.check_records import Look, Sample
+from adacheck.config import parse
+from adacheck.finding import Kind, Tier
+from adacheck.incarnations import read_run
 from adacheck.manifests import chain, keys
 from adacheck.tools import fsck, restore
 from tests.damaged_store import CHANGES, NVME_KINDS, STEPS, Copy, build, damage
@@ -173,3 +181,55 @@ def test_two_faults_are_two_findings_and_cost_what_they_cost(runs: Runs, tmp_pat
     ended, described = restored(store, tmp_path / "out")
     assert described is not None and described["step"] == 4 and digests(described) == runs.expected["4"]
     assert "rejected: cut 11" in ended.err and "rejected: cut 8" in ended.err
+
+
+def test_the_newest_increment_is_missed_because_a_base_is_of_its_step(runs: Runs, tmp_path: Path) -> None:
+    store = runs.mine.copied(tmp_path / "store")
+    last = store.names(K.INCREMENT)[-1]
+    store.write(K.INCREMENT, last, None)
+    code, report = check(store)
+    assert code == 4 and {(f["kind"], f["name"]) for f in report["findings"]} == {(Kind.MISSING, last), (Kind.ORPHAN, last)}
+    ended, described = restored(store, tmp_path / "out")
+    assert described is not None and described["step"] == report["newest_cut"]["step"] == 8, ended.err
+
+
+class DroppedMeanwhile(Wrapper):
+    """An object tier whose trainer drops its oldest full checkpoint at the moment that somebody reads its manifest."""
+
+    def get(self, key: str, byte_range: tuple[int, int] | None = None) -> bytes:
+        name = keys.parse(key)
+        if name is not None and (name.kind, name.step) == (K.MANIFEST, 4):
+            run = read_run(self._backend)
+            assert run is not None
+            publish(self._backend, run.run, 2, lambda fulls: tuple(full for full in fulls if full.step != 4))
+            for other in list(self._backend.list(key.rpartition("/")[0] + "/")):
+                self._backend.delete(other)
+        return super().get(key, byte_range)
+
+
+def test_a_full_checkpoint_that_is_dropped_during_the_check_is_no_finding(runs: Runs, tmp_path: Path) -> None:
+    store = runs.mine.copied(tmp_path / "store")
+    with store.open(K.MANIFEST) as objects:
+        checked = Check(parse(store.uri, {}), DroppedMeanwhile(objects), Sample(1.0))
+        assert list(checked.findings()) == []
+        assert not [key for key in objects.list(keys.FULL_PREFIX) if "step-000000000004" in key], "it was dropped"
+
+
+def test_what_the_nvme_copy_dropped_after_its_records_were_read_is_no_finding(runs: Runs, tmp_path: Path) -> None:
+    store = runs.mine.copied(tmp_path / "store")
+    run = store.nvme.parent.name
+    with store.open(K.CHAIN) as nvme, MemoryBackend() as memory:
+        for key in nvme.list(""):
+            memory.put(key, nvme.get(key))
+        look = Look(memory, Tier.NVME, Sample(1.0))
+        found = check_records(look, run, [], {})
+        assert look.findings == [] and len(found.increments) >= 3
+        pruned, rolled = list(found.increments)[0], list(found.bases)[0]
+        for key in [*memory.list(pruned), *memory.list(rolled)]:
+            memory.delete(key)
+        check_slots(look, found)
+        assert look.findings == []
+        slot = next(key for key in memory.list(list(found.increments)[1] + "/"))
+        memory.delete(slot)
+        check_slots(look, found)
+        assert [(finding.kind, finding.name) for finding in look.findings] == [(Kind.MISSING, slot)], "its record is still there"
