@@ -27,7 +27,8 @@ from adacheck.keeper import proof, refresh
 from adacheck.keeper.certify import Certifier
 from adacheck.keeper.driver import Keeper
 from adacheck.manifests.record import FullEntry
-from adacheck.memory_need import available_bytes, block_count, memory_budget
+from adacheck.memory_need import fit
+from adacheck.nvme_directory import nvme_path
 from adacheck.preemption import finish_on_sigterm, forget
 from adacheck.reattach import begin_generation
 from adacheck.recovery import Cut
@@ -167,12 +168,8 @@ class Checkpointer:
         keeper = self._keeper
         if keeper is None or keeper.submitted == 0:
             return
-        shared, last = keeper.shared, keeper.submitted
-        shared.wait(lambda: not keeper.uploading, self._config.deadline_s)
-        if shared.chain.progress.published < last:
-            keeper.request_full()
-        if not shared.wait(lambda: shared.chain.progress.published >= last, self._config.deadline_s):
-            raise NotDurable(f"the full checkpoint at step {last} is not published: {self._why(keeper)}")
+        if not keeper.publish(self._config.deadline_s):
+            raise NotDurable(f"the full checkpoint at step {keeper.submitted} is not published: {self._why(keeper)}")
 
     def close(self) -> None:
         """Wait until the last step is durable, then end: hooks, threads and files are released whatever happens.
@@ -224,8 +221,9 @@ class Checkpointer:
         state_bytes = sum(t.numel() * t.element_size() for t in tensors)
         gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
         state_bytes = max(state_bytes, 3 * gradient_bytes)  # optimizer tensors may be still to come
-        self._blocks.count = block_count(gradient_bytes, state_bytes, self._refresh_steps())
-        self._budget = memory_budget(self._config.memory_budget_bytes, self._blocks.count, state_bytes, available_bytes())
+        held_bytes = sum(state.size_bytes for state in cut.states.values()) if cut else 0
+        log = nvme_path(self._config, begun.sources.run)
+        self._blocks.count, self._budget = fit(self._config, gradient_bytes, state_bytes, held_bytes, self._refresh_steps(), log)
         chain = start.bring_copies_in(begun, cut)
         self._keeper = Keeper(chain, self._config, self._budget, self._blocks, self._store.objects, begun.sources.fulls)
         self._capture.restored(chain.shadow)

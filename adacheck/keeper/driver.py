@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from adacheck.backends.base import Backend
@@ -21,6 +22,9 @@ from adacheck.keeper.submission import Draft
 from adacheck.keeper.window import Window
 from adacheck.manifests.record import FullEntry
 from adacheck.states import dtype_of
+
+AGAIN_S = 1.0
+"""Pause before a full checkpoint that somebody waits for is tried again."""
 
 _log = logging.getLogger("adacheck")
 
@@ -105,6 +109,19 @@ class Keeper:
         with self.shared.applying:
             specs = [state.spec for _, state in sorted(self.shared.chain.shadow.items())]
         return [(spec.state, [(t.name, _elements(t.shape), dtype_of(t.dtype).itemsize) for t in spec.tensors]) for spec in specs]
+
+    def publish(self, deadline_s: float) -> bool:
+        """Have a full checkpoint of the last step published, which is applied; tried again until the deadline. Whether it is."""
+        shared, end = self.shared, time.monotonic() + deadline_s
+        shared.wait(lambda: not self.uploading, deadline_s)
+        while shared.chain.progress.published < self.submitted:
+            self.request_full()
+            shared.wait(lambda: not (self.uploading or shared.full_wanted), end - time.monotonic())
+            if shared.chain.progress.published < self.submitted:
+                if self.failure is not None or time.monotonic() + AGAIN_S > end:
+                    return False
+                time.sleep(AGAIN_S)
+        return True
 
     def request_full(self) -> None:
         """Take a full checkpoint of the cut the shadow is at, or comes to next."""
