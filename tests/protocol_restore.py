@@ -16,6 +16,7 @@ from adacheck.keeper.cut import (
     common_steps,
     full_steps,
     is_live,
+    live_starts,
     reach,
     unstarted,
     void_fork,
@@ -35,6 +36,7 @@ class Restore:
     values: list[Values]
     forks: list[ForkEntry]
     proven: bool
+    asked: bool = False
     recorded: bool = False
 
 
@@ -78,7 +80,7 @@ class Restoring(Promises):
             keep = range(under_way.cut)  # from nothing: no step of before is left
             self.truth[chain] = {n: v for n, v in self.truth[chain].items() if n in keep} | {cut: dict(under_way.values[chain])}
             self.dirty[chain] = {n: d for n, d in self.dirty[chain].items() if n in keep} | {cut: set()}
-        if under_way.cut < max(self.committed, self.durable):  # asked for, or all there was: what is beyond it serves no promise now
+        if under_way.asked or under_way.cut < max(self.committed, self.durable):  # what is beyond it serves no promise now
             for chain, places in enumerate(self.places):
                 beyond = {name for name, place in places.items() if place.copy.floor > under_way.cut}
                 self.configured[chain] -= beyond
@@ -146,6 +148,7 @@ class Restoring(Promises):
             if only is not None:
                 choice = choose_cut(offers)
         under_way = self.decide(incarnation, choice, forks)
+        under_way.asked = only is not None
         if self.random.random() < 0.05:
             self.stalled.append(under_way)
             return False
@@ -217,7 +220,7 @@ class Restoring(Promises):
                     break
                 place.take(to.incarnation, step, found[0])
             lags = place.copy.top < to.cut
-            place.proof = None if place.proof is None or lags else resume(place.proof, to.cut)
+            place.proof = None if place.proof is None or lags else resume(place.proof, live_starts(self.forks, place.proof.step - 1))
             return
         if (isinstance(answer, Refused) and answer.fenced) or (place is None and self.random.random() < 0.1):
             return  # superseded; or the host does not come back

@@ -85,19 +85,25 @@ def test_ranges_need_not_be_cut_as_before() -> None:
 
 def test_a_restored_trainer_leaves_undecided_cuts_unproven_and_starts_a_lineage() -> None:
     proof = after(begin_proof(0, {0: TENSORS}), [compared(0, 0), compared(0, 1), compared(0, 2)], [])
-    resumed = resume(proof, 2)
+    resumed = resume(proof, [2])
     assert verdicts(resumed, range(4)) == "oopn" and resumed.since == 2
     resumed = after(resumed, [compared(0, 0), compared(0, 1), compared(0, 2)])
     assert newest_proven(resumed, 99) == 3
-    assert resume(proof, 1).since == 0, "restored from a proven cut, the lineage is unbroken"
+    assert resume(proof, [1]).since == 0, "restored from a proven cut, the lineage is unbroken"
 
 
 def test_increments_of_before_a_restore_still_decide_what_they_show() -> None:
-    proof = resume(begin_proof(0, {0: TENSORS}), 2)
+    proof = resume(begin_proof(0, {0: TENSORS}), [2])
     proof = after(proof, [compared(0, 0), compared(0, 1), compared(0, 2)], [compared(0, 0, equal=False)], [])
     assert verdicts(proof, range(4)) == "ooen" and proof.since == 2 and must_ship(proof) == set()
-    again = resume(resume(begin_proof(0, {0: TENSORS}), 5), 2)
+    again = resume(resume(begin_proof(0, {0: TENSORS}), [5]), [2])
     assert again.restored == (2,), "the restore of 5 never came to train"
+
+
+def test_a_keeper_that_was_away_learns_of_every_start_it_missed() -> None:
+    all_equal = [compared(0, 0), compared(0, 1), compared(0, 2)]
+    proof = after(resume(begin_proof(0, {0: TENSORS}), [2, 4]), [], [], all_equal, [], all_equal)
+    assert verdicts(proof, range(6)) == "oppopo"
 
 
 def test_restoring_an_unproven_cut_proves_nothing_of_it() -> None:

@@ -128,11 +128,16 @@ def observe(
     return replace(proof, step=step, spans=spans, unproven=unproven, drifts=closed)
 
 
-def resume(proof: Proof, cut: int) -> Proof:
-    """The trainer was restored from `cut` while this keeper lived on: what the increments up to the cut do not decide never will
-    be, and from the cut on the trainer's bytes are the shadow's. The shadow may still be behind the cut."""
-    proof = replace(proof, restored=(*(earlier for earlier in proof.restored if earlier < cut), cut))
-    return _restart(proof, cut) if proof.step >= cut else proof
+def resume(proof: Proof, starts: Sequence[int]) -> Proof:
+    """Trainers were restored from these cuts while this keeper lived on, or was away: what the increments up to each do not decide
+    never will be, and from there on the trainer's bytes are the shadow's. The shadow may still be behind them.
+
+    `starts` is `cut.live_starts(forks, proof.step - 1)`, with the newest fork.
+    """
+    for cut in starts:
+        if cut <= proof.step:
+            proof = _restart(proof, cut)
+    return replace(proof, restored=tuple(cut for cut in starts if cut > proof.step))
 
 
 def _restart(proof: Proof, cut: int) -> Proof:
