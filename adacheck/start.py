@@ -7,10 +7,12 @@ record that makes it right is written.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Container
 from dataclasses import dataclass
 from itertools import count
 from math import prod
+from pathlib import Path
 
 from adacheck import incarnations
 from adacheck.backends.base import Backend, Created, Expect
@@ -36,6 +38,8 @@ from adacheck.recovery import Cut, Sources, gather, read_newest
 
 _log = logging.getLogger("adacheck")
 
+_opened: dict[Path, tuple[int, Backend]] = {}
+
 
 @dataclass
 class Start:
@@ -51,6 +55,8 @@ class Start:
         """Close NVMe and give up its lock."""
         if self.nvme is not None:
             self.nvme.close()
+            if (path := nvme_path(self.config, self.sources.run)) is not None:
+                _opened.pop(path, None)
 
 
 def take(config: StoreConfig, objects: Backend) -> Start:
@@ -73,7 +79,15 @@ def take(config: StoreConfig, objects: Backend) -> Start:
         if nvme is not None:
             nvme.close()
         raise
+    if nvme is not None and (path := nvme_path(config, run)) is not None:
+        _opened[path] = (os.getpid(), nvme)
     return Start(config, objects, nvme, incarnation, sources)
+
+
+def opened_here(path: Path) -> Backend | None:
+    """The backend of a chain's directory that a trainer of this process has open."""
+    pid, nvme = _opened.get(path, (0, None))
+    return nvme if pid == os.getpid() else None
 
 
 def _run_of(config: StoreConfig, objects: Backend) -> str:

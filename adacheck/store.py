@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from adacheck import incarnations, recovery
 from adacheck.backends.base import Backend
+from adacheck.backends.lmdb_directory import DATA_FILE
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.registry import open_backend
 from adacheck.backends.wrappers import Limited, Retrying
@@ -19,6 +21,7 @@ from adacheck.errors import ConfigError
 from adacheck.install import Stateful
 from adacheck.keeper.protocol import Kind
 from adacheck.nvme_directory import check_nvme_run, nvme_path
+from adacheck.start import opened_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class Store:
         check_nvme_run(self.config, run.run if run else None)
         if run is None:
             return []
-        with _Reading(self.config, run.run) as nvme:
+        with _reading(self.config, run.run) as nvme:
             sources = recovery.gather(run.run, self.objects, nvme)
             return restore_points(sources)
 
@@ -109,18 +112,14 @@ def restore_points(sources: recovery.Sources) -> list[RestorePoint]:
     ]
 
 
-class _Reading:
-    """The NVMe copy opened for reading, or `None` where there is none to read."""
-
-    def __init__(self, config: StoreConfig, run: str) -> None:
-        self._path = nvme_path(config, run)
-        self._backend: LmdbBackend | None = None
-
-    def __enter__(self) -> LmdbBackend | None:
-        if self._path is not None and self._path.is_dir():
-            self._backend = LmdbBackend(self._path, create=False, read_only=True)
-        return self._backend
-
-    def __exit__(self, *_: object) -> None:
-        if self._backend is not None:
-            self._backend.close()
+@contextmanager
+def _reading(config: StoreConfig, run: str) -> Iterator[Backend | None]:
+    """The NVMe copy opened for reading, `None` where there is none. LMDB is open once in a process: a trainer's of this one is shared."""
+    path = nvme_path(config, run)
+    if path is None or not (path / DATA_FILE).exists():
+        yield None
+    elif (shared := opened_here(path)) is not None:
+        yield shared
+    else:
+        with LmdbBackend(path, create=False, read_only=True) as backend:
+            yield backend

@@ -138,8 +138,8 @@ class Process:
         keeper, start = self.ckpt._keeper, self.ckpt._start
         if keeper is not None:
             keeper.stop(20)
-        if start is not None and start.nvme is not None:
-            start.nvme.close()
+        if start is not None:
+            start.release()
 
 
 def plain_objects(root: Path) -> Backend:
