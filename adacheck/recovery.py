@@ -70,10 +70,17 @@ def read_newest(sources: Sources, *, step: int | None = None, only: Container[in
     if had_any or asked:
         what = f"step {step}" if step is not None else "a proven cut" if only is not None else "a cut"
         reached = sorted({s for offer in sources.offers() for s in offer.steps})
-        steps = f"steps {reached[0]} to {reached[-1]} are offered" if reached else "no step is offered"
+        steps = f"offered are steps {_ranges(reached)}" if reached else "no step is offered"
         why = "; ".join(sources.rejected[-5:]) or "nothing was rejected"
         raise NoCut(f"run {sources.run} has {what} that can be restored nowhere: {steps}; {why}")
     return None
+
+
+def _ranges(steps: list[int]) -> str:
+    """Sorted steps for people: `1, 9 to 12`."""
+    starts = [step for at, step in enumerate(steps) if at == 0 or steps[at - 1] != step - 1]
+    stops = [step for at, step in enumerate(steps) if at + 1 == len(steps) or steps[at + 1] != step + 1]
+    return ", ".join(f"{start}" if start == stop else f"{start} to {stop}" for start, stop in zip(starts, stops, strict=True))
 
 
 def _read(sources: Sources, choice: Choice, offers: list[Offer]) -> tuple[Cut | None, list[Offer]]:
