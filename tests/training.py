@@ -24,6 +24,7 @@ from adacheck.checkpointer import Checkpointer
 from adacheck.errors import Detached
 from adacheck.keeper.scan import Scan, scan
 from adacheck.manifests.record import Increment
+from adacheck.preemption import forget
 
 
 @dataclass
@@ -103,6 +104,7 @@ def kill(ckpt: Checkpointer) -> None:
         return
     ckpt._closed = True
     atexit.unregister(ckpt._at_exit)
+    forget(ckpt._on_sigterm)
     ckpt._capture.remove()
     if ckpt._keeper is not None:
         ckpt._keeper.shared.fail(Detached("killed by a test"))
