@@ -15,8 +15,11 @@ import blake3
 import numpy as np
 import torch
 
+from adacheck.backends.lmdb_store import LmdbBackend
+from adacheck.digest import tensor_digest_of_bytes
+from adacheck.keeper.log import BATCH_BYTES
+from adacheck.tools.bench.replay_rate import measure
 from adacheck.tools.bench.statistics import median
-from adacheck.tools.byte_gpt import BENCH, ByteGPT, GPTConfig
 
 ROUNDS = 7
 PART_BYTES = 4 << 20
@@ -54,23 +57,6 @@ def compare(part: str, bare_operation: str, unit: str, amount: float, bare: Run,
     return Comparison(part, bare_operation, unit, rate["bare"], rate.get("ours"))
 
 
-def bare_adamw(config: GPTConfig = BENCH) -> tuple[Run, int]:
-    """One fused AdamW step over a whole model of fp32 parameters whose gradients arrive as bf16; and its number of parameters."""
-    parameters = list(ByteGPT(config).parameters())
-    received = [torch.randn_like(parameter).to(torch.bfloat16) for parameter in parameters]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-
-    def step() -> None:
-        for parameter, gradient in zip(parameters, received, strict=True):
-            assert parameter.grad is not None
-            parameter.grad.copy_(gradient)
-        optimizer.step()
-
-    return step, sum(parameter.numel() for parameter in parameters)
-
-
 def bare_digest(content: memoryview) -> Run:
     """BLAKE3 of each 4 MiB of `content`, by the library alone."""
 
@@ -79,6 +65,28 @@ def bare_digest(content: memoryview) -> Run:
             blake3.blake3(content[start : start + PART_BYTES]).digest()
 
     return digest_all
+
+
+def own_digest(content: memoryview) -> Run:
+    """The same bytes through this project's digest of a tensor: each 4 MiB, then the list."""
+
+    def digest_all() -> None:
+        tensor_digest_of_bytes(content)
+
+    return digest_all
+
+
+def own_log(content: memoryview, log: LmdbBackend) -> Run:
+    """The same bytes into the log's LMDB, in transactions of the log's size, each over the values of the call before."""
+    keys = [f"part/{start:012d}" for start in range(0, len(content), PART_BYTES)]
+    per_batch = BATCH_BYTES // PART_BYTES
+
+    def write_all() -> None:
+        for first in range(0, len(keys), per_batch):
+            chosen = keys[first : first + per_batch]
+            log.put_many((key, content[(first + i) * PART_BYTES : (first + i + 1) * PART_BYTES]) for i, key in enumerate(chosen))
+
+    return write_all
 
 
 def bare_file(content: memoryview, path: Path) -> Run:
@@ -96,13 +104,28 @@ def bare_file(content: memoryview, path: Path) -> Run:
     return write_all
 
 
-def measure_rates(directory: Path, size_bytes: int = LOG_BYTES, config: GPTConfig = BENCH) -> list[Comparison]:
-    """The three parts, on one thread. Call it in a fresh process."""
+def replay_rates(shapes: list[tuple[int, ...]] | None) -> list[Comparison]:
+    """Replay beside the bare optimizer step; narrowing beside copying the same bytes."""
+    rates = measure(shapes=shapes)
+    millions, moved_mb = rates.parameters / 1e6, rates.parameters * 4 / 1e6
+    copied = ("a copy of the fp32 gradients", "MB/s", moved_mb / rates.copy_s)
+    return [
+        Comparison("replay", "fused AdamW, gradients widened", "M parameters/s", millions / rates.bare_s, millions / rates.replay_s),
+        Comparison("narrowing", *copied, moved_mb / rates.narrow_s),
+        Comparison("narrowing, clipped", *copied, moved_mb / rates.narrow_clipped_s),
+    ]
+
+
+def measure_rates(directory: Path, size_bytes: int = LOG_BYTES, shapes: list[tuple[int, ...]] | None = None) -> list[Comparison]:
+    """Every part, on one thread. Call it in a fresh process."""
     torch.set_num_threads(1)
     content = memoryview(np.random.default_rng(0).bytes(size_bytes))
-    step, parameters = bare_adamw(config)
-    return [
-        compare("replay", "fused AdamW, gradients widened", "M parameters/s", parameters / 1e6, step),
-        compare("digest", "blake3", "GB/s", size_bytes / 1e9, bare_digest(content)),
-        compare("NVMe log", "a file with fsync", "MB/s", size_bytes / 1e6, bare_file(content, directory / "raw")),
-    ]
+    replay = replay_rates(shapes)
+    with LmdbBackend(directory / "log") as log:
+        return [
+            *replay,
+            compare("digest", "blake3", "GB/s", size_bytes / 1e9, bare_digest(content), own_digest(content)),
+            compare(
+                "NVMe log", "a file with fsync", "MB/s", size_bytes / 1e6, bare_file(content, directory / "raw"), own_log(content, log)
+            ),
+        ]

@@ -1,6 +1,6 @@
 """How fast gradients are narrowed, widened and replayed, beside a bare fused AdamW step with the same widening, on one thread.
 
-Run as `python -m adacheck.tools.bench.replay_rate`; `measure()` returns the same figures.
+Part of `rates.py`; `measure()` returns the figures.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import rich
 import torch
 
 from adacheck.keeper.narrow import Narrower, widen
@@ -32,6 +31,7 @@ class Rates:
     tensors: int
     bare_s: float
     replay_s: float
+    copy_s: float
     narrow_s: float
     narrow_clipped_s: float
 
@@ -58,9 +58,10 @@ def measure(repeats: int = 9, shapes: list[tuple[int, ...]] | None = None) -> Ra
         bare, kernel = _bare(values, stored)
         replay = _replay(values, stored, kernel)
         bare_s, replay_s = _in_turn((bare, replay), repeats)
-        narrow_s, narrow_clipped_s = _in_turn((_narrow(gradients, None), _narrow(gradients, _COEFFICIENT)), repeats)
+        ways = (_copy(gradients), _narrow(gradients, None), _narrow(gradients, _COEFFICIENT))
+        copy_s, narrow_s, narrow_clipped_s = _in_turn(ways, repeats)
     count = sum(value.numel() for value in values)
-    return Rates(count, len(shapes), bare_s, replay_s, narrow_s, narrow_clipped_s)
+    return Rates(count, len(shapes), bare_s, replay_s, copy_s, narrow_s, narrow_clipped_s)
 
 
 def _narrowed(gradient: torch.Tensor) -> _Stored:
@@ -126,27 +127,22 @@ def _narrow(gradients: list[torch.Tensor], coefficient: float | None) -> Callabl
     return step
 
 
-def _in_turn(ways: tuple[Callable[[], None], Callable[[], None]], repeats: int) -> tuple[float, float]:
-    """Median seconds of two functions, called in turn so that both see the same noise."""
-    seconds: tuple[list[float], list[float]] = ([], [])
+def _copy(gradients: list[torch.Tensor]) -> Callable[[], None]:
+    copies = [torch.zeros_like(gradient) for gradient in gradients]
+
+    def step() -> None:
+        for gradient, into in zip(gradients, copies, strict=True):
+            into.copy_(gradient)
+
+    return step
+
+
+def _in_turn(ways: tuple[Callable[[], None], ...], repeats: int) -> list[float]:
+    """Median seconds of functions, called in turn so that all see the same noise."""
+    seconds: list[list[float]] = [[] for _ in ways]
     for _ in range(repeats):
         for way, times in zip(ways, seconds, strict=True):
             started = time.perf_counter()
             way()
             times.append(time.perf_counter() - started)
-    return statistics.median(seconds[0]), statistics.median(seconds[1])
-
-
-def main() -> None:
-    """Print the figures."""
-    rates = measure()
-    rich.print(f"{rates.parameters / 1e6:.1f} M parameters in {rates.tensors} tensors, one thread")
-    rich.print(f"bare fused AdamW with widening  {rates.bare_s * 1e3:7.1f} ms  {rates.parameters / rates.bare_s / 1e9:.3f} Gparam/s")
-    rich.print(f"replay of the same gradients    {rates.replay_s * 1e3:7.1f} ms  {rates.parameters / rates.replay_s / 1e9:.3f} Gparam/s")
-    rich.print(f"replay rate / bare rate         {rates.ratio:7.2f}")
-    rich.print(f"narrowing, bf16 values          {rates.narrow_s * 1e3:7.1f} ms")
-    rich.print(f"narrowing, clipped bf16 values  {rates.narrow_clipped_s * 1e3:7.1f} ms")
-
-
-if __name__ == "__main__":
-    main()
+    return [statistics.median(times) for times in seconds]
