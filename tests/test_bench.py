@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from typer.testing import CliRunner
 
 from adacheck.tools.bench import cores, rates
-from adacheck.tools.bench.alone import run_alone
 from adacheck.tools.bench.all_arms import ARMS
+from adacheck.tools.bench.alone import run_alone
 from adacheck.tools.bench.arms import WholeState
 from adacheck.tools.bench.main import SMALL_JOB, app
 from adacheck.tools.bench.paired import block_order, run_paired
