@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ COMBINATIONS = [
     for (kind, how), both in PAYLOAD.items()
     for dtype, payload in zip((torch.float32, torch.bfloat16), both, strict=True)
 ]
+LARGE = ("AdamW-fused-float32", "AdamW-foreach-bfloat16", "AdamW-loop-bfloat16", "SGD-foreach-float32", "SGD-loop-bfloat16")
 OPTIONS: dict[str, dict[str, Any]] = {
     "Adam": {"lr": 3e-3, "weight_decay": 0.01},
     "AdamW": {"lr": 3e-3, "betas": (0.8, 0.99)},
@@ -105,3 +107,40 @@ def check_payload(root: Path, expected: str) -> None:
     for increment in steps:
         travelled = payloads(increment)
         assert {travelled[state] for state in trained} == {"gradient" if expected == "gradient" else "value: optimizer"}
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def synthetic(job: Job, n: int) -> None:
+    for parameter in job.model.parameters():
+        parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+    job.optimizer.step()
+
+
+@pytest.mark.parametrize(("kind", "how", "dtype", "payload"), [c for c in COMBINATIONS if c.id in LARGE])
+def test_tensors_of_several_segments_and_threads(
+    tmp_path: Path, two_threads: None, kind: str, how: str, dtype: torch.dtype, payload: str
+) -> None:
+    """An odd number of elements over more than one segment, stepped by two threads: bits depend on both where kernels are vectorised."""
+
+    def large(seed: int) -> Job:
+        torch.manual_seed(seed)
+        model = torch.nn.ParameterDict({"wide": torch.nn.Parameter(torch.randn(1031, 1033)), "narrow": torch.nn.Parameter(torch.randn(7))})
+        choice = {"fused": how == "fused", "foreach": how == "foreach"}
+        parameters = model.to(dtype).parameters()
+        return Job(model, {"optim": getattr(torch.optim, kind)(parameters, **OPTIONS[kind], **choice)}, synthetic)
+
+    job = large(1)
+    with opened(f"file://{tmp_path}", job, refresh=4) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, 10, settle=True)
+        assert all(ckpt.inexact(step) == () for step in range(11))
+        live = job.bits()
+    assert {payloads(logged(tmp_path).increments[10])[state] for state in (0, 1)} == {payload}
+    assert restored_bits(f"file://{tmp_path}", large, 10, refresh=4) == live
