@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from adacheck.backends.object_store import ObjectStore
-from adacheck.errors import AdacheckError
+from adacheck.errors import AdacheckError, Detached
 from tests.crash_images import Image, Recorder
 from tests.tiny_run import Process, Snapshot, differing, reference
 
@@ -21,7 +21,7 @@ STEPS = 13
 
 @pytest.fixture(scope="module")
 def expected() -> list[Snapshot]:
-    return reference(STEPS + 6)
+    return reference(STEPS + 12)
 
 
 @pytest.fixture
@@ -98,6 +98,41 @@ def test_a_crash_at_any_operation_of_a_restore_loses_nothing_durable(
     assert record(recorder, monkeypatch, 1, drain=True, step=4 if source == "older" else None) == durable
     restored = {check(image, expected) for image in recorder.images}
     assert restored == {durable, durable + 1} | ({10} if source == "older" else set())
+
+
+@pytest.mark.parametrize("nvme", [True, False], ids=["nvme", "object"])
+def test_a_crash_at_any_operation_around_a_new_generation_loses_nothing_durable(
+    fast: Path, monkeypatch: pytest.MonkeyPatch, expected: list[Snapshot], nvme: bool
+) -> None:
+    """The keeper gives up twice, and begins again some steps later with a new base."""
+    recorder = Recorder(fast / "run", fast / "images")
+    with monkeypatch.context() as patched:
+        patched.setattr("adacheck.start.LmdbBackend", recorder.open_nvme)
+        patched.setattr("adacheck.checkpointer.RETRY_STEPS", 2)
+        objects = ObjectStore(f"file://{recorder.root}/objects", files=recorder.files)
+        process = Process(recorder.root, objects, nvme="" if nvme else "none")
+        recorder.durable = lambda: process.ckpt.status().durable
+        process.ckpt.restore()
+        for _ in range(2):
+            for _ in range(5):
+                process.step()
+            keeper = process.ckpt._keeper
+            assert keeper is not None
+            keeper.shared.fail(Detached("as if it had been stuck"))
+            keeper.stop(20)  # else the number of steps until it has ended is anyone's guess
+            while process.ckpt.status().failure is not None:
+                process.step(drain=False)
+        process.step()
+        recorder.take("the end")
+        assert process.durable >= 11 if nvme else process.durable > 0
+        process.abandon()
+    for image in recorder.images:
+        restarted = Process(image.path, nvme="" if nvme else "none")
+        first = restarted.ckpt.restore()
+        where = f"crash {image.path.name}, before {image.before}"
+        assert first >= image.durable, f"{where}: step {image.durable} was durable, step {first} came back"
+        assert not differing(restarted.run.snapshot(), expected[first]), f"{where}: step {first} came back with other bytes"
+        restarted.abandon()
 
 
 def test_the_simulation_notices_a_store_that_syncs_too_late(fast: Path, monkeypatch: pytest.MonkeyPatch, expected: list[Snapshot]) -> None:

@@ -55,7 +55,8 @@ class ApplyThread:
     def _full_due(self) -> bool:
         """Whether the cut that the shadow is at now is to be copied out before the shadow goes on."""
         chain = self._shared.chain
-        return self._fulls.due(chain.memory.least_base, wanted=self._shared.full_wanted)
+        # A new generation is at no cut before its first increment: it has no states yet.
+        return bool(chain.shadow) and self._fulls.due(chain.memory.least_base, wanted=self._shared.full_wanted)
 
     def _apply(self, step: int, states: frozenset[int]) -> None:
         shared, chain, logged = self._shared, self._shared.chain, self._window.get(step)
@@ -110,8 +111,6 @@ class ApplyThread:
         due = [s for s in dict.fromkeys(wanted) if s in chain.shadow and may_replace_base(chain.nvme, s, step, **allowed)]
         certificates = certify.certificates(chain.certifier)
         try:
-            if not chain.nvme_copy.stored:
-                chain.nvme_copy.replace_generation()
             if due:
                 chain.nvme_copy.roll([chain.shadow[state] for state in due], step, certificates)
             with shared.changed:

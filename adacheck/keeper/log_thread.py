@@ -76,6 +76,8 @@ class LogThread:
         return batch
 
     def _account(self, batch: Batch) -> None:
+        if batch.finished:
+            self._show_generation()
         for logged in batch.finished:
             self._window.add(logged)
             self.payloads[logged.increment.step] = payload_bytes(logged.increment)
@@ -93,6 +95,15 @@ class LogThread:
                 f"increments waiting in memory passed the budget of {self._memory_budget_bytes} bytes; "
                 "raise memory_budget, or give the run an NVMe directory (nvme=DIR)"
             )
+
+    def _show_generation(self) -> None:
+        """The first increment of a new generation is stored: make it what a restore reads, before it is acked."""
+        copy = self._shared.chain.nvme_copy
+        if self._shared.nvme_alive and copy is not None and not copy.stored:
+            try:
+                copy.replace_generation()
+            except BackendError as error:
+                lose_nvme(self._shared, error)
 
     def _receive(self, logged: Logged) -> None:
         """Both copies hold the increment now: the protocol learns it, and they ack."""
