@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import adacheck
 from adacheck.checkpointer import Checkpointer
 from adacheck.errors import AdacheckError
-from tests.survival import OPTIONS, adamw, job_of, mlp, plain, survives, travelled
+from tests.survival import adamw, job_of, mlp, plain, survives, travelled
 from tests.training import Job, logged, opened, restored_bits
 
 REFRESH, WRITTEN = 8, 13
@@ -83,7 +84,7 @@ def test_invisible_write_is_found_and_named(tmp_path: Path, caplog: pytest.LogCa
     """Within `refresh` steps; the cuts since the last equal refresh are inexact, the next one is exact again, and stays so."""
     make, uri = job_of(writing_at(WRITTEN)), f"file://{tmp_path}"
     job = make(1)
-    with opened(uri, job, refresh=REFRESH) as ckpt:
+    with opened(uri, job, refresh=REFRESH, log_steps=64) as ckpt:
         ckpt.restore()
         found = first_found(ckpt, job, 1, WRITTEN + REFRESH)
         assert WRITTEN <= found < WRITTEN + REFRESH
@@ -106,7 +107,7 @@ def test_invisible_write_is_found_and_named(tmp_path: Path, caplog: pytest.LogCa
 def test_a_cut_right_after_the_drift_was_found_restores_the_live_bytes(tmp_path: Path) -> None:
     make, uri = job_of(writing_at(WRITTEN)), f"file://{tmp_path}"
     job = make(1)
-    with opened(uri, job, refresh=REFRESH) as ckpt:
+    with opened(uri, job, refresh=REFRESH, log_steps=64) as ckpt:
         ckpt.restore()
         found = first_found(ckpt, job, 1, WRITTEN + REFRESH)
         job.train(ckpt, found, found + 1, settle=True)
@@ -119,7 +120,7 @@ def test_repeated_drift_sends_a_state_whole_for_good(tmp_path: Path) -> None:
     again = WRITTEN + 3 * REFRESH
     make, uri = job_of(writing_at(WRITTEN, again)), f"file://{tmp_path}"
     job = make(1)
-    with opened(uri, job, refresh=REFRESH) as ckpt:
+    with opened(uri, job, refresh=REFRESH, log_steps=64) as ckpt:
         ckpt.restore()
         first = first_found(ckpt, job, 1, WRITTEN + REFRESH)
         second = first_found(ckpt, job, first + 1, again + REFRESH)
@@ -136,7 +137,7 @@ def test_state_written_invisibly_at_every_step_goes_whole(tmp_path: Path) -> Non
     """Found once; then its replay does not give what was shipped, so it is exact at every step from there on."""
     make, uri = job_of(writing_at(*range(WRITTEN, 100))), f"file://{tmp_path}"
     job = make(1)
-    with opened(uri, job, refresh=REFRESH) as ckpt:
+    with opened(uri, job, refresh=REFRESH, log_steps=64) as ckpt:
         ckpt.restore()
         found = first_found(ckpt, job, 1, WRITTEN + REFRESH)
         last = found + 2 * REFRESH
@@ -160,7 +161,7 @@ def test_frozen_tensor_that_is_written_invisibly_at_every_step(tmp_path: Path) -
         job.model.get_buffer("average").data.add_(n)
 
     job, uri = make(1), f"file://{tmp_path}"
-    with opened(uri, job, refresh=REFRESH) as ckpt:
+    with opened(uri, job, refresh=REFRESH, log_steps=64) as ckpt:
         ckpt.restore()
         first = first_found(ckpt, job, 1, REFRESH + 1)
         second = first_found(ckpt, job, first + 1, first + 3 * REFRESH)
@@ -200,8 +201,30 @@ def test_drift_raises_with_on_error_raise(tmp_path: Path) -> None:
 def test_drift_found_on_the_way_to_a_restored_cut_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make, uri = job_of(writing_at(WRITTEN)), f"file://{tmp_path}"
     job = make(1)
-    with opened(uri, job, **{**OPTIONS, "log_steps": 32, "refresh": REFRESH}) as ckpt:
+    with opened(uri, job, refresh=REFRESH, log_steps=64) as ckpt:
         ckpt.restore()
         found = first_found(ckpt, job, 1, WRITTEN + REFRESH)
     restored_bits(uri, make, found, refresh=REFRESH)
     assert [r.message for r in caplog.records if f"cut at step {found} is inexact" in r.message]
+
+
+def test_full_checkpoint_taken_in_between_is_listed_as_inexact(tmp_path: Path) -> None:
+    """Published before the drift was found, marked after it; one from before the write stays proven."""
+    job = job_of(writing_at(WRITTEN))(1)
+    with opened(f"file://{tmp_path}", job, refresh=REFRESH, log_steps=64) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, WRITTEN - REFRESH, settle=True)
+        ckpt.publish_full()
+        job.train(ckpt, WRITTEN - REFRESH, WRITTEN, settle=True)
+        assert ckpt.inexact(WRITTEN) == ()  # not found yet
+        ckpt.publish_full()
+        found = first_found(ckpt, job, WRITTEN + 1, WRITTEN + REFRESH)
+        job.train(ckpt, found, found + REFRESH, settle=True)
+        ckpt.close()
+    with adacheck.Store.open(f"file://{tmp_path}") as store:
+        listed = {point.step: (point.exact, point.proven) for point in store.steps()}
+    assert listed[WRITTEN] == (False, False)
+    assert listed[WRITTEN - REFRESH] == (True, True)
+    job = job_of(plain)(2)
+    with opened(f"file://{tmp_path}", job) as ckpt:
+        assert ckpt.restore(proven=True) not in (WRITTEN, found)
