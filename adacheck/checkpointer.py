@@ -260,6 +260,7 @@ class Checkpointer:
         )
 
     def _use_new_blocks(self, count: int) -> None:
+        self._writer.close()
         self._blocks = Blocks(count, self._blocks.deadline_s, self._blocks.blocked_s)
         self._writer = self._capture.writer = PieceWriter(self._blocks, self._submit)
 
@@ -276,7 +277,7 @@ class Checkpointer:
             ranges.setdefault(piece.state, []).append((piece.tensor, piece.start, piece.stop))
         draft = self._capture.finish(self._step, ranges, keeper.drifted())
         for name, content in install.opaque_items(self._inventory, self._extra):
-            self._writer.send_bytes("opaque", name, content)
+            self._writer.send_opaque(name, content)
         self._writer.seal()
         if draft.values or draft.removed:
             self._schedule = None
@@ -372,6 +373,7 @@ class Checkpointer:
         return "; ".join(reports[-3:]) or f"it took longer than deadline_s={self._config.deadline_s:.0f}"
 
     def _release(self) -> None:
+        self._writer.close()
         if self._keeper is not None:
             self._keeper.stop(self._config.deadline_s)
         if self._start is not None:

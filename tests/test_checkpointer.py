@@ -78,7 +78,7 @@ def test_close_makes_the_last_step_durable_and_ends_everything(tmp_path: Path) -
     with opened(f"file://{tmp_path}", job) as ckpt:
         ckpt.restore()
         job.train(ckpt, 0, 7)
-        assert len(keeper_threads()) == 3
+        assert len(keeper_threads()) == 4, "copy, log, apply, full"
         ckpt.close()
         assert ckpt.status().durable == 7 and keeper_threads() == []
         hooks: Any = job.optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from adacheck.store import Store
 from tests.survival import LAST, OPTIONS, adamw, backward, job_of, mlp, plain, survives, travelled
 from tests.training import Job, logged, opened, restored_bits
 
@@ -257,3 +259,52 @@ def test_switches_of_adamw(tmp_path: Path, caplog: pytest.LogCaptureFixture, opt
 
     found = survives(tmp_path, make, caplog)
     assert set(travelled(found, "0.weight")) == {"gradient"}
+
+
+def _nesterov(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(300, 300)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=seed < 100)
+
+
+def _train_twelve(uri: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], int]:
+    """Trains, and gives the weights at the end and how many bytes of the last step went whole."""
+    ckpt = Store.open(uri).attach(model, optimizer)
+    ckpt.restore()
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(8, 300)).square().mean().backward()
+        optimizer.step()
+        ckpt.step()
+    ckpt.drain()
+    whole_bytes = ckpt.status().payload_bytes["value"]
+    ckpt.close()
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, whole_bytes
+
+
+def test_gradients_that_foreach_nesterov_writes_are_captured_before(tmp_path: Path) -> None:
+    live, whole_bytes = _train_twelve(f"file://{tmp_path}/run", *_nesterov(1))
+    assert whole_bytes == 0, "certified, so captured as the step was given them"
+    model, optimizer = _nesterov(2)
+    with Store.open(f"file://{tmp_path}/run").attach(model, optimizer) as ckpt:
+        assert ckpt.restore() == 12
+        assert all(torch.equal(tensor, live[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_state_whose_gradient_is_written_during_the_step_goes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["torch.optim.sgd"]
+    original = module.sgd
+
+    def step_and_write(parameters: list[torch.Tensor], gradients: list[torch.Tensor], *args: object, **kwargs: object) -> None:
+        original(parameters, gradients, *args, **kwargs)
+        for gradient in gradients:
+            gradient.mul_(2)
+
+    monkeypatch.setattr(module, "sgd", step_and_write)
+    live, whole_bytes = _train_twelve(f"file://{tmp_path}/run", *_nesterov(101))
+    assert whole_bytes > 0
+    monkeypatch.undo()
+    model, optimizer = _nesterov(102)
+    with Store.open(f"file://{tmp_path}/run").attach(model, optimizer) as ckpt:
+        assert ckpt.restore() == 12
+        assert all(torch.equal(tensor, live[name]) for name, tensor in model.state_dict().items())

@@ -34,9 +34,13 @@ class Slice:
     start: int
     size_bytes: int
 
+    def tensor(self) -> torch.Tensor:
+        """The place as a uint8 tensor."""
+        return self.block.data[self.start : self.start + self.size_bytes]
+
     def view(self) -> memoryview:
         """The captured bytes, writable."""
-        return self.block.data[self.start : self.start + self.size_bytes].numpy().data
+        return self.tensor().numpy().data
 
 
 class PoolEmpty(Exception):
@@ -64,19 +68,17 @@ class Blocks:
     _open: Block | None = None
     _filled: int = 0
 
-    def write(self, source: torch.Tensor) -> Slice:
-        """Copy a flat contiguous uint8 tensor of at most `SEGMENT_BYTES_MAX` bytes into the pool; small ones share a block.
+    def reserve(self, size: int) -> Slice:
+        """Room for `size` bytes, at most `SEGMENT_BYTES_MAX`, to be written by the caller; small ones share a block.
 
         Raises:
             PoolEmpty: no block came back in time.
         """
-        size = source.numel()
         if self._open is None or self._filled + size > SEGMENT_BYTES_MAX:
             self.seal()
             self._open, self._filled = self._take(), 0
             self._open.pieces = 1  # held open by the writer, besides its pieces
         piece = Slice(self._open, self._filled, size)
-        self._open.data[self._filled : self._filled + size].copy_(source)
         with self._changed:
             self._open.pieces += 1
         self._filled += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -66,6 +66,7 @@ class Capture:
         self._handles: list[tuple[torch.optim.Optimizer, Any, Any]] = []
         self._depth: dict[str, int] = {}
         self._stepping: dict[str, set[int]] = {}  # states that the present call of each optimizer's step changes, as far as is known
+        self._copying: list[tuple[int, torch.Tensor, int]] = []  # state, gradient, and its version when it was handed over
         self._said: set[str] = set()
         self._blocked_s = 0.0
         self.suspended = False
@@ -94,6 +95,7 @@ class Capture:
         self.inventory.refresh()
         self._signature = self.inventory.signature()
         self._step, self._watch = _Step(), Watch()
+        self._copying.clear()
         self._watch.check(self.inventory.states.values())
         self.known = set(known)
 
@@ -105,6 +107,7 @@ class Capture:
             drifted: states in which the keeper found a difference: they go whole.
         """
         done = self._step
+        self._end_copying()
         self._look_again()
         states = self.inventory.states
         self._watch.check(states.values())
@@ -233,11 +236,24 @@ class Capture:
         if number not in self.known or number in self._watch.moved:
             step.incomparable.add(number)  # it goes whole at the end of the step, and there is nothing to compare with
         if number not in step.incomparable:
-            self.writer.send("gradient", number, event, "grad", gradient, self._clip.of(live.parameter))
+            while_stepping = not _writes_gradients(kernel)
+            self.writer.send_gradient(number, event, gradient, self._clip.of(live.parameter), while_stepping=while_stepping)
+            if while_stepping:
+                self._copying.append((number, gradient, gradient._version))
             step.gradients.append(DraftGradient(number, event, dtype_name(gradient.dtype)))
+
+    def _end_copying(self) -> None:
+        """Gradients are copied while the optimizer steps; one that was written meanwhile was not captured."""
+        self.writer.wait()
+        for number, gradient, version in self._copying:
+            if gradient._version != version:
+                self._step.stepped[number] = "write"
+                self._step.incomparable.add(number)
+        self._copying.clear()
 
     def _after_step(self, name: str, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth[name] = self._depth.get(name, 1) - 1
+        self._end_copying()
         if not self.suspended and self._depth[name] == 0:
             self._watch.accept(self.inventory.states[number] for number in self._stepping.get(name, ()))
 
@@ -245,14 +261,14 @@ class Capture:
         scalars = live.scalars()
         spec = live.spec(opaque.encode(f"optimizer entries of {live.fqn}", scalars) if scalars else b"")
         for name, tensor in live.tensors().items():
-            self.writer.send("value", live.state, 0, name, tensor, None)
+            self.writer.send_value(live.state, name, tensor)
         return DraftValue(spec, reason)
 
     def _send_refresh(self, live: LiveState, ranges: list[tuple[str, int, int]]) -> None:
         tensors = live.tensors()
         for name, start, stop in ranges:
             if name in tensors and stop <= tensors[name].numel():
-                self.writer.send_range("refresh", live.state, 0, name, tensors[name], start, stop)
+                self.writer.send_refresh(live.state, name, tensors[name], start, stop)
 
     def _say_once(self, fqn: str, reason: str) -> None:
         if reason not in self._said:
@@ -271,6 +287,11 @@ def _unreplayable_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
     if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
         return "step(closure) evaluates the loss inside the optimizer"
     return None
+
+
+def _writes_gradients(kernel: Kernel) -> bool:
+    """Whether the step itself writes into the gradients: of the replayed kernels only foreach SGD with Nesterov momentum does."""
+    return kernel.implementation == "foreach" and "nesterov=True" in kernel.flags
 
 
 def _keeps_all(group: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:

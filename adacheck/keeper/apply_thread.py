@@ -19,6 +19,9 @@ from adacheck.keeper.shared import Shared
 from adacheck.keeper.window import Window
 from adacheck.manifests.record import Increment
 
+PROOF_STEPS_KEPT = 1000
+"""Steps whose proof is remembered, besides those of full checkpoints that wait for theirs."""
+
 
 class ApplyThread:
     """The body of the thread is `run`; everything else is called from it."""
@@ -94,9 +97,10 @@ class ApplyThread:
                 f"drift in {chain.shadow[state].spec.fqn}, found at step {increment.step}: somebody wrote it where nobody could see; "
                 "it goes whole at the next step, and its cuts since its last equal comparison are inexact"
             )
-        with self._shared.changed:
-            chain.certifier, chain.proof = certifier, after
         self._fulls.learn(after)
+        with self._shared.changed:
+            chain.certifier = certifier
+            chain.proof = proof.forget(after, min(increment.step - PROOF_STEPS_KEPT, *self._fulls.pending_steps, increment.step))
 
     def _roll(self, step: int) -> None:
         """Write the bases that are due to NVMe, and drop what no cut needs any more."""

@@ -55,6 +55,11 @@ class FullThread:
         """Whether a cut is being uploaded."""
         return self._busy
 
+    @property
+    def pending_steps(self) -> tuple[int, ...]:
+        """Steps of the checkpoints whose proof is still to come."""
+        return tuple(self._pending)
+
     def due(self, step: int, *, wanted: bool) -> bool:
         """Whether the cut at `step`, where the shadow is now, is to be taken: a multiple was passed, or somebody wants one."""
         if self._busy or step <= max(self._taken, 0):
