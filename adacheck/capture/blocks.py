@@ -74,6 +74,10 @@ class Blocks:
         Raises:
             PoolEmpty: no block came back in time.
         """
+        if size > SEGMENT_BYTES_MAX // 2:  # has a block of its own, so that the small ones' block is not ended half empty
+            block = self._take()
+            block.pieces = 1
+            return Slice(block, 0, size)
         if self._open is None or self._filled + size > SEGMENT_BYTES_MAX:
             self.seal()
             self._open, self._filled = self._take(), 0

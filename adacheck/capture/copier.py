@@ -19,7 +19,7 @@ _Job = tuple[torch.Tensor, Piece]
 
 
 class Copier:
-    """One thread that copies and then submits; started with the first range."""
+    """One thread that copies, and submits when it has caught up; started with the first range."""
 
     def __init__(self, submit: Callable[[Piece], None]) -> None:
         self._submit = submit
@@ -56,15 +56,21 @@ class Copier:
 
     def _run(self) -> None:
         set_threads(1)
+        copied: list[Piece] = []
         while (job := self._queue.get()) is not None:
             source, piece = job
             try:
                 piece.where.tensor().copy_(source)
-                self._submit(piece)
             except BaseException as error:
                 self._failure = error
             del source, job
+            copied.append(piece)
+            if self._open == 1:  # caught up; sooner, the keeper's work on them would take this thread's core
+                for piece in copied:
+                    self._submit(piece)
+                copied.clear()
             with self._changed:
                 self._open -= 1
                 if self._open == 0:
+                    assert not copied, "whoever waits relies on every piece being submitted"
                     self._changed.notify_all()
