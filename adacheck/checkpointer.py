@@ -71,6 +71,7 @@ class Checkpointer:
         self._closed = False
         self.restored: Cut | None = None
         """The cut `restore()` returned: source, increments replayed; without its states."""
+        install.opaque_items(inventory, self._extra)  # what cannot be stored is an error now, not after the first step
         self._capture.install()
 
     # Starting
