@@ -16,8 +16,6 @@ from adacheck.manifests.record import SEGMENT_BYTES_MAX
 
 LARGE = st.sampled_from([SEGMENT_BYTES_MAX, SEGMENT_BYTES_MAX // 2 + 1])
 SIZES = st.lists(st.one_of(st.integers(1, 300_000), LARGE), min_size=1, max_size=12)
-    st.one_of(st.integers(1, 300_000), st.just(SEGMENT_BYTES_MAX), st.just(SEGMENT_BYTES_MAX // 2 + 1)), min_size=1, max_size=12
-)
 
 
 @given(SIZES)
