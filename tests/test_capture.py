@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.survival import adamw, backward, job_of, mlp, plain, survives, travelled
-from tests.training import Job, names
+from tests.training import Job
 
 
 def test_plain_loop_goes_as_gradients(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -149,7 +149,9 @@ def test_options_of_the_object_tier_are_passed_on_as_what_they_say() -> None:
 
 def test_the_options_reach_the_filesystem() -> None:
     """Up to where nobody listens: an option that the filesystem does not know, or of another type, would be told before."""
-    found = config(f'{S3}&use_ssl=false&anon=true&part_bytes=16MiB&endpoint_url=http://127.0.0.1:1&config_kwargs={{"connect_timeout":1,"retries":{{"max_attempts":0}}}}')
+    found = config(
+        f'{S3}&use_ssl=false&anon=true&part_bytes=16MiB&endpoint_url=http://127.0.0.1:1&config_kwargs={{"connect_timeout":1,"retries":{{"max_attempts":0}}}}'
+    )
     with pytest.raises(Unavailable, match="bucket/run-42"):
         open_backend("s3", "bucket/run-42", found.storage)
 
