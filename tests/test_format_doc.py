@@ -69,3 +69,10 @@ def test_every_name_is_listed() -> None:
         assert name is not None, f"{form} is no name of this code"
         kinds.append(name.kind)
     assert kinds == list(keys.Kind)
+
+
+def test_the_invariants_of_the_architecture_name_tests_that_exist() -> None:
+    named = re.findall(r"^\| .* \| `(tests/[\w/]+\.py)::(\w+)` \|$", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    assert len(named) >= 20
+    for path, name in named:
+        assert name in functions_in(ROOT / path), f"ARCHITECTURE.md names {path}::{name}, which does not exist"
