@@ -127,6 +127,9 @@ class Checkpointer:
                 self._make_increment(keeper)
             except PoolEmpty as error:
                 self._detach(error)
+            except BaseException as error:  # half an increment cannot be taken back: a new base will follow
+                keeper.shared.fail(Detached(f"step {self._step} could not be captured: {type(error).__name__}: {error}"))
+                raise
         self._say(keeper)
         if isinstance(keeper.failure, Detached):
             self._reattach(keeper)

@@ -91,3 +91,48 @@ def test_the_old_cut_stays_until_the_new_generation_has_its_first(tmp_path: Path
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(tensor, at_six[name])
     again.close()
+
+
+class Item:
+    """Part of `extra` that fails once."""
+
+    def __init__(self) -> None:
+        self.calls, self.fails_at = 0, -1
+
+    def state_dict(self) -> dict[str, int]:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise KeyError("not now")
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def test_a_step_that_raised_half_way_is_no_part_of_any_later_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointer_module, "RETRY_STEPS", 2)
+    item = Item()
+    model, optimizer = make()
+    ckpt = Store.open(f"file://{tmp_path}/run").attach(model, optimizer, extra={"item": item})
+    ckpt.restore()
+    item.fails_at = item.calls + 9
+    failed = 0
+    steps = 0
+    while steps < 30 or ckpt.status().failure is not None:
+        train(model, optimizer)
+        steps += 1
+        try:
+            ckpt.step()
+        except KeyError:
+            failed += 1
+    assert failed == 1
+    for _ in range(2):
+        train(model, optimizer)
+        ckpt.step()
+        steps += 1
+    live = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ckpt.close()
+    fresh, fresh_optimizer = make()
+    with Store.open(f"file://{tmp_path}/run").attach(fresh, fresh_optimizer, extra={"item": Item()}) as again:
+        assert again.restore() == steps
+        assert all(torch.equal(tensor, live[name]) for name, tensor in fresh.state_dict().items())
