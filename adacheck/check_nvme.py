@@ -83,9 +83,9 @@ def _foreign(record: Chain | Base | Incarnation, run: str, what: str) -> Problem
 
 
 def _wrong_chain(chain: Chain) -> Problem | None:
-    if (chain.generation, chain.chain) != (GENERATION, CHAIN):
+    if chain.chain != CHAIN or chain.generation < GENERATION:
         what = f"one of chain {chain.chain}, generation {chain.generation}"
-        return Problem(Fault.SPLICED, 0, f"the head of chain {CHAIN}, generation {GENERATION}", what)
+        return Problem(Fault.SPLICED, 0, f"the head of chain {CHAIN}, generation {GENERATION} or later", what)
     if len(chain.base_states) != len(chain.base_steps):
         return Problem(Fault.MALFORMED, 0, "one step for each base", f"{len(chain.base_states)} states, {len(chain.base_steps)} steps")
     return None

@@ -25,6 +25,7 @@ _RUN = Consequence(
     "every restore: nobody can tell whose run this is",
     "put the object back from a copy of the object tier",
 )
+_INCARNATIONS_MAX = 1_000_000
 _INCARNATION = Consequence("nothing by itself; who wrote what is harder to tell", "put the object back from a copy of the object tier")
 _FORK = Consequence(
     "every restore while it is damaged; if it is missing, steps that a later incarnation left behind count as live",
@@ -171,6 +172,10 @@ def check_complete(look: Look, found: TopRecords, elsewhere: Collection[int]) ->
     forked = {name.incarnation for name in parsed if name.kind is keys.Kind.FORK}
     taken = {name.incarnation for name in parsed if name.kind is keys.Kind.INCARNATION}
     newest = max([0, *wrote, *forked, *taken, *elsewhere])
+    if newest > _INCARNATIONS_MAX:
+        expected = f"incarnations up to {_INCARNATIONS_MAX}, more than any run has"
+        look.add(Kind.MALFORMED, keys.INCARNATIONS_PREFIX, expected, f"a record of incarnation {newest}", _INCARNATION)
+        return
     for number in set(range(1, newest + 1)) - taken:
         expected = f"incarnation {number}; objects of it or of a later one exist"
         look.add(Kind.MISSING, keys.incarnation(number), expected, "no object", _INCARNATION)

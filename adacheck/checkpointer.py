@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Container, Mapping
 from dataclasses import replace
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from adacheck import catalogue, install, start
@@ -116,6 +117,8 @@ class Checkpointer:
             AdacheckError: with `on_error=raise`, what went wrong since the last call.
         """
         self._refuse_closed("step")
+        if os.getpid() != self._pid:
+            raise AdacheckError("step() was called in a forked child, which has no keeper; checkpoint in the process that attached")
         begun = time.perf_counter()
         if self._keeper is None:
             self._start_new_run()
@@ -188,9 +191,9 @@ class Checkpointer:
         forget(self._on_sigterm)
         self._capture.remove()
         try:
-            if self._keeper is not None and self._keeper.submitted == self._step:
+            if self._keeper is not None:
                 self._make_durable(self._keeper)
-            elif self._keeper is not None:
+            if self._keeper is not None and self._keeper.submitted != self._step:
                 raise NotDurable(f"step {self._step} was not checkpointed, the last is {self._keeper.submitted}: {self._why(self._keeper)}")
         finally:
             self._release()
@@ -198,8 +201,13 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except AdacheckError as failed:
+            if error is None:
+                raise
+            _log.error("while %s ended the block: %s", type(error).__name__, failed)
 
     # Parts
 
@@ -332,9 +340,11 @@ class Checkpointer:
         assert self._keeper is not None
         self._keeper.submit(message)  # type: ignore[arg-type]
 
-    def _detach(self, error: PoolEmpty) -> None:
-        assert self._keeper is not None
-        self._keeper.shared.fail(Detached(f"at step {self._step + 1} the keeper did not keep up: {error}"))
+    def _detach(self, error: Exception) -> None:
+        if self._keeper is None:
+            raise error
+        what = "the keeper did not keep up" if isinstance(error, PoolEmpty) else "its gradients could not be captured"
+        self._keeper.shared.fail(Detached(f"step {self._step + 1}: {what}: {error}"))
 
     def _verdicts(self) -> Certifier:
         return self._keeper.shared.chain.certifier if self._keeper is not None else Certifier()
@@ -361,6 +371,7 @@ class Checkpointer:
         if progress.durable < last and last > 0:
             self.publish_full()
         shared.wait(lambda: not keeper.uploading, self._config.deadline_s)
+        keeper.keep_identity()
         self._say_all(keeper)
         if keeper.progress().durable < last:
             raise NotDurable(f"step {last} is durable nowhere, the newest that is is {keeper.progress().durable}: {self._why(keeper)}")

@@ -6,6 +6,8 @@ import os
 import platform
 import time
 import uuid
+from collections.abc import Iterable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
@@ -82,6 +84,26 @@ def check_newest(backend: Backend, incarnation: int) -> None:
             f"incarnation {newest} of the run has started on {backend.name}; incarnation {incarnation}, this process, "
             "may not write any more: stop it"
         )
+
+
+def keep_identity(backend: Backend, incarnation: Incarnation, forks: Iterable[Fork]) -> bool:
+    """Put the records back that say whose store this is, if they vanished while the run goes on; whether they had.
+
+    Without them nothing that is published here could be restored.
+
+    Raises:
+        ForeignRun: another run lives here now.
+    """
+    found = read_run(backend)
+    if found is not None:
+        if found.run != incarnation.run:
+            raise ForeignRun(f"{backend.name} belongs to run {found.run} now, not to {incarnation.run}; give this run another URI")
+        return False
+    backend.put(keys.RUN, encode(replace(new_run(), run=incarnation.run)), exclusive=True)
+    backend.put(keys.incarnation(incarnation.incarnation), encode(incarnation), exclusive=True)
+    for fork in forks:
+        backend.put(keys.fork(fork.incarnation), encode(fork), exclusive=True)
+    return True
 
 
 def read_forks(backend: Backend, run: str) -> tuple[Fork, ...]:

@@ -42,7 +42,8 @@ def begin_generation(start: Start, old: ChainState, step: int) -> ChainState:
     start.incarnation = incarnation
     reached = max(old.memory.top if not old.nvme else old.nvme.top, old.progress.published, NO_CUT)
     incarnations.void_unstarted(start.objects, old.name.run, incarnation.incarnation)
-    incarnations.write_fork(start.objects, Fork(old.name.run, incarnation.incarnation, reached, True))
+    fork = Fork(old.name.run, incarnation.incarnation, reached, True)
+    incarnations.write_fork(start.objects, fork)
     name = replace(old.name, generation=old.name.generation + 1, incarnation=incarnation.incarnation)
     genesis = links.genesis(name.run, name.generation, name.chain)
     memory = rebuilt(name.incarnation, name.incarnation, step, ())
@@ -54,4 +55,17 @@ def begin_generation(start: Start, old: ChainState, step: int) -> ChainState:
         copies[NVME] = (Kind.NVME, memory)
     progress = begin(step, copies, old.progress.published)
     proof = begin_proof(step, {})
-    return ChainState(name, step, {}, memory, memory if stored else None, stored, genesis, [], progress, old.certifier, proof)
+    return ChainState(
+        name,
+        step,
+        {},
+        memory,
+        memory if stored else None,
+        stored,
+        genesis,
+        [],
+        progress,
+        old.certifier,
+        proof,
+        (incarnation, (*old.identity[1], fork)),
+    )

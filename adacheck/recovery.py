@@ -11,7 +11,9 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from adacheck.backends.base import Backend
-from adacheck.errors import DamagedCut, NoCut, ReplayRefused, StateMismatch
+from adacheck.backends.errors import BackendError
+from adacheck.capture import opaque
+from adacheck.errors import AdacheckError, DamagedCut, NoCut
 from adacheck.full_reader import read_full
 from adacheck.keeper.apply import Applier, ReadSegment, load_state
 from adacheck.keeper.cut import Choice, Offer, choose_cut
@@ -83,15 +85,31 @@ def _ranges(steps: list[int]) -> str:
     return ", ".join(f"{start}" if start == stop else f"{start} to {stop}" for start, stop in zip(starts, stops, strict=True))
 
 
+_SENSELESS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError, MemoryError)
+"""What a record that is whole, but says what nobody would write, may raise deep inside torch: it is rejected like a damaged one."""
+
+
+def _check_opaque(cut: Cut) -> None:
+    """Every opaque item can be decoded.
+
+    Raises:
+        DamagedCut: one cannot.
+    """
+    for content in cut.opaque.values():
+        opaque.decode(content)
+
+
 def _read(sources: Sources, choice: Choice, offers: list[Offer]) -> tuple[Cut | None, list[Offer]]:
     """Try the sources of a choice in order; gives the cut, or the offers that are left without what was found bad."""
     for offer in choice.sources[0]:
         try:
             if offer.kind is Kind.NVME:
-                return read_nvme(sources, choice.step), offers
-            entry = next(full for full in sources.fulls if full.folder == offer.source)
-            return read_object(sources.objects, entry), offers
-        except (DamagedCut, ReplayRefused, StateMismatch, FormatError) as error:
+                cut = read_nvme(sources, choice.step)
+            else:
+                cut = read_object(sources.objects, next(full for full in sources.fulls if full.folder == offer.source))
+            _check_opaque(cut)
+            return cut, offers
+        except (AdacheckError, BackendError, FormatError, *_SENSELESS) as error:
             sources.rejected.append(f"cut {choice.step} from {offer.source}: {error}")
             _log.warning("rejected: cut %d from %s: %s", choice.step, offer.source, error)
             offers = without(offers, offer, choice.step, error)
@@ -128,10 +146,10 @@ def read_nvme(sources: Sources, step: int) -> Cut:
         for gradient in increment.gradients:
             if gradient.state in states:
                 replayed[gradient.state] = replayed.get(gradient.state, 0) + 1
-    opaque = _opaque(sources, step)
+    items = _opaque(sources, step)
     if inexact:
         _log.warning("the cut at step %d is inexact: a comparison on the way to it found other bytes in the trainer", step)
-    return Cut(step, nvme.name, Kind.NVME, shadow, opaque, found.chain.certificates, replayed)
+    return Cut(step, nvme.name, Kind.NVME, shadow, items, found.chain.certificates, replayed)
 
 
 def _increment_reader(nvme: Backend, generation: int, step: int) -> ReadSegment:

@@ -150,7 +150,9 @@ def bring_copies_in(start: Start, cut: Cut | None) -> ChainState:
     step = 0 if cut is None else cut.step
     before = start.sources.fork_table
     proven = cut is None or cut.proven
-    incarnations.write_fork(start.objects, Fork(name.run, name.incarnation, NO_CUT if cut is None else step, proven))
+    fork = Fork(name.run, name.incarnation, NO_CUT if cut is None else step, proven)
+    incarnations.write_fork(start.objects, fork)
+    identity = (start.incarnation, (*start.sources.forks, fork))
     shadow = {} if cut is None else cut.states
     memory = rebuilt(name.incarnation, name.incarnation, step, shadow)
     certifier = reused(cut.certificates) if cut else Certifier()
@@ -162,7 +164,7 @@ def bring_copies_in(start: Start, cut: Cut | None) -> ChainState:
     tensors = {number: [(t.name, prod(t.shape)) for t in state.spec.tensors] for number, state in shadow.items()}
     proof = begin_proof(step, tensors, unproven=not proven, since=proven_since(before))
     opaque = [] if cut is None else list(cut.opaque.items())
-    return ChainState(name, step, shadow, memory, copy, stored, link, opaque, begin(step, copies, published), certifier, proof)
+    return ChainState(name, step, shadow, memory, copy, stored, link, opaque, begin(step, copies, published), certifier, proof, identity)
 
 
 def _bring_nvme(

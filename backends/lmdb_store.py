@@ -82,6 +82,8 @@ class LmdbBackend(Backend):
             if self._lock is not None:
                 self._lock.release()
             raise
+        opened = self._file.stat()
+        self._identity = (opened.st_dev, opened.st_ino)
         self._gate = Gate(self.name)
 
     def put(self, key: str, parts: Parts, *, exclusive: bool = False) -> Created | Exists:
@@ -97,6 +99,7 @@ class LmdbBackend(Backend):
         with self._gate.call(), self._transaction() as transaction:
             if expect is not None and self._read(transaction, check_key(expect.key)) != expect.content:
                 return Exists(expect.key)
+            self._check_present()
             need_bytes = 0
             for key, parts in items:
                 need_bytes += self._apply(transaction, check_key(key), parts, need_bytes)
@@ -220,6 +223,15 @@ class LmdbBackend(Backend):
         with self._translated(f"write {key!r}", before_bytes + size_bytes):
             transaction.put(name, content)
         return size_bytes
+
+    def _check_present(self) -> None:
+        """Writing to a file that was deleted or replaced would succeed, and be lost with this process."""
+        try:
+            present = self._file.stat()
+        except OSError as error:
+            raise Damaged(f"{self._file} was deleted while it was open: {error}; what is written now would be lost") from error
+        if (present.st_dev, present.st_ino) != self._identity:
+            raise Damaged(f"{self._file} was replaced by another file while it was open; what is written now would be lost")
 
     def _read(self, transaction: Any, key: str) -> bytes | None:
         with self._translated(f"read {key!r}"):

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from adacheck.backends.errors import BackendError, Full, Unavailable
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.object_store import ObjectStore
 from adacheck.errors import AdacheckError, NotDurable
+from adacheck.store import Store
 from tests.crash_images import Image, Recorder, RecordingNvme
 from tests.faults import Fault, Faulty
 from tests.tiny_run import Process, Snapshot, differing, plain_objects, reference
@@ -313,3 +315,50 @@ def test_a_keeper_that_is_stuck_is_given_up_after_the_deadline(
     assert "did not keep up" in (process.ckpt.status().failure or "")
     assert len([record for record in caplog.records if "did not keep up" in record.getMessage()]) == 1
     process.abandon()
+
+
+def test_an_nvme_directory_that_is_deleted_is_lost_at_once(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    store = Store.open(f"file://{tmp_path}/run", nvme=str(tmp_path / "nvme"))
+    ckpt = store.attach(model, optimizer)
+    ckpt.restore()
+    for step in range(12):
+        model(torch.randn(3, 8)).square().mean().backward()
+        optimizer.step()
+        ckpt.step()
+        if step == 5:
+            ckpt.drain()
+            shutil.rmtree(tmp_path / "nvme")
+    ckpt.drain()
+    status = ckpt.status()
+    assert status.lost_copies == ("nvme",) and status.durable == status.published
+    live = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ckpt.close()
+    fresh = torch.nn.Linear(8, 8)
+    with Store.open(f"file://{tmp_path}/run", nvme=str(tmp_path / "nvme")).attach(fresh, torch.optim.AdamW(fresh.parameters())) as again:
+        assert again.restore() == 12
+        assert all(torch.equal(tensor, live[name]) for name, tensor in fresh.state_dict().items())
+
+
+def test_an_object_tier_that_is_deleted_gets_its_identity_back(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = Store.open(f"file://{tmp_path}/run", nvme=str(tmp_path / "nvme"), full_every=4).attach(model, optimizer)
+    ckpt.restore()
+    for step in range(14):
+        model(torch.randn(3, 8)).square().mean().backward()
+        optimizer.step()
+        ckpt.step()
+        ckpt.drain()
+        if step == 5:
+            shutil.rmtree(tmp_path / "run")
+    live = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ckpt.close()
+    for nvme in ("nvme", "another-host"):
+        fresh = torch.nn.Linear(8, 8)
+        again = Store.open(f"file://{tmp_path}/run", nvme=str(tmp_path / nvme)).attach(fresh, torch.optim.AdamW(fresh.parameters()))
+        assert again.restore() == (14 if nvme == "nvme" else 12)
+        if nvme == "nvme":
+            assert all(torch.equal(tensor, live[name]) for name, tensor in fresh.state_dict().items())
+        again.close()

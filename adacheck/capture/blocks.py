@@ -117,7 +117,8 @@ class Blocks:
                 return self._free.pop()
             if self._made < self.count:
                 self._made += 1
-                return Block(torch.empty(SEGMENT_BYTES_MAX, dtype=torch.uint8))
+                with torch.inference_mode(False):  # whatever the trainer is in: others write it later
+                    return Block(torch.empty(SEGMENT_BYTES_MAX, dtype=torch.uint8))
             self.waiting()
             started = time.monotonic()
             self._changed.wait_for(lambda: bool(self._free), timeout=self.deadline_s)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from adacheck.errors import Detached
 from adacheck.keeper.submission import Piece
 from adacheck.threads import set_threads
 
@@ -45,7 +46,7 @@ class Copier:
         with self._changed:
             self._changed.wait_for(lambda: self._open == 0)
             if self._failure is not None:
-                raise self._failure
+                raise Detached(f"a gradient could not be copied: {self._failure}") from self._failure
 
     def stop(self) -> None:
         """End the thread after what it has."""

@@ -7,6 +7,7 @@ watch what the optimizer itself changed. Everything here runs in the trainer's t
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from adacheck.capture.clip import ClipCoefficients
 from adacheck.capture.inventory import Inventory, LiveState
 from adacheck.capture.pieces import PieceWriter
 from adacheck.capture.quiet import QuietOptimizers
-from adacheck.capture.watch import Watch
+from adacheck.capture.watch import Watch, version
+from adacheck.errors import AdacheckError
 from adacheck.keeper.certify import Certifier
 from adacheck.keeper.submission import Draft, DraftGradient, DraftValue
 from adacheck.kernel import certificate_key, kernel_of, replayable
@@ -55,7 +57,7 @@ class Capture:
     """
 
     def __init__(
-        self, inventory: Inventory, writer: PieceWriter, verdicts: Callable[[], Certifier], failed: Callable[[PoolEmpty], None]
+        self, inventory: Inventory, writer: PieceWriter, verdicts: Callable[[], Certifier], failed: Callable[[Exception], None]
     ) -> None:
         self.inventory = inventory
         self.known: set[int] = set()
@@ -68,7 +70,7 @@ class Capture:
         self._stepping: dict[str, set[int]] = {}  # states that the present call of each optimizer's step changes, as far as is known
         self._copying: list[tuple[int, torch.Tensor, int]] = []  # state, gradient, and its version when it was handed over
         self._said: set[str] = set()
-        self._blocked_s = 0.0
+        self._blocked_s, self._pid = 0.0, os.getpid()
         self.suspended = False
         """Hooks do nothing: the keeper has failed, or state is being written by a restore."""
 
@@ -131,6 +133,7 @@ class Capture:
         """Which states go whole in this cut, and why; the first reason in order of weight is the one told."""
         states = self.inventory.states
         reasons = {number: "buffer" for number, live in states.items() if live.kind != "parameter" and _unwatched(live)}
+        reasons.update(dict.fromkeys(self.inventory.sharing() | self.inventory.inference(), "unwatched"))
         reasons.update(self._quiet.reasons(self.inventory, done.fired))
         reasons.update(dict.fromkeys(done.certifying, "certify"))
         reasons.update(done.stepped)
@@ -160,10 +163,12 @@ class Capture:
         return blocked
 
     def _timed(self, hook: Callable[..., None], name: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child, which has no keeper
         begun = time.perf_counter()
         try:
             hook(name, optimizer, args, kwargs)
-        except PoolEmpty as error:
+        except (PoolEmpty, AdacheckError) as error:
             self.suspended = True
             self._failed(error)
         finally:
@@ -239,14 +244,14 @@ class Capture:
             while_stepping = not _writes_gradients(kernel)
             self.writer.send_gradient(number, event, gradient, self._clip.of(live.parameter), while_stepping=while_stepping)
             if while_stepping:
-                self._copying.append((number, gradient, gradient._version))
+                self._copying.append((number, gradient, version(gradient)))
             step.gradients.append(DraftGradient(number, event, dtype_name(gradient.dtype)))
 
     def _end_copying(self) -> None:
         """Gradients are copied while the optimizer steps; one that was written meanwhile was not captured."""
         self.writer.wait()
-        for number, gradient, version in self._copying:
-            if gradient._version != version:
+        for number, gradient, before in self._copying:
+            if version(gradient) != before:
                 self._step.stepped[number] = "write"
                 self._step.incomparable.add(number)
         self._copying.clear()

@@ -107,6 +107,22 @@ class Inventory:
         parts = [id(p) for optimizer in self.optimizers.values() for group in optimizer.param_groups for p in group["params"]]
         return (*parts, -1, *(len(optimizer.param_groups) for optimizer in self.optimizers.values()))
 
+    def sharing(self) -> frozenset[int]:
+        """States whose parameter or buffer lies in memory that an optimizer steps under another name: writes to it are not seen."""
+        spans = sorted((*_span(live.current()), live.optimizer is not None, number) for number, live in self.states.items())
+        found: set[int] = set()
+        end, trained, last = 0, False, -1
+        for start, stop, steps, number in spans:
+            if start < end and (trained or steps):
+                found |= {number, last}
+            if stop > end:
+                end, trained, last = stop, steps or (trained and start < end), number
+        return frozenset(found)
+
+    def inference(self) -> frozenset[int]:
+        """States with inference tensors, which have no version counter."""
+        return frozenset(number for number, live in self.states.items() if any(t.is_inference() for t in live.tensors().values()))
+
     def _collect(self, prefix: str, model: torch.nn.Module, found: dict[int, LiveState]) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         for raw_name, parameter in model.named_parameters(remove_duplicate=False):
@@ -140,6 +156,15 @@ class Inventory:
             raise UnsupportedTensor(f"{fqn} is a meta tensor without bytes; materialise the model before store.attach")
         number = self.numbers.setdefault(fqn, max(self.numbers.values(), default=-1) + 1)
         found[id(tensor)] = LiveState(number, fqn, (), kind, tensor, owner)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses that a tensor's elements lie between; strides and gaps count as used."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if local.numel() == 0:
+        return 0, 0
+    reach = sum((size - 1) * abs(stride) for size, stride in zip(local.shape, local.stride(), strict=True)) + 1
+    return local.data_ptr(), local.data_ptr() + reach * local.element_size()
 
 
 def named(value: Any, kind: type, single: str, what: str) -> dict[str, Any]:

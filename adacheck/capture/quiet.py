@@ -26,12 +26,12 @@ class QuietOptimizers:
         """The states of quiet optimizers that are not known to be unchanged since the last call, with the reason."""
         self._calls += 1
         reasons: dict[int, str] = {}
-        for name in inventory.optimizers:
+        for name in ("", *inventory.optimizers):  # the first: parameters of no attached optimizer, which another one may step
             quiet = name not in fired
             recent = [at for at in self._quiet_at.get(name, []) if at > self._calls - RECENT_STEPS] + [self._calls] * quiet
             self._quiet_at[name] = recent
             for live in inventory.states.values():
-                if live.optimizer_name == name:
+                if live.optimizer_name == name and live.kind == "parameter" and (name or live.parameter.requires_grad):
                     before = self._digests.pop(live.state, None)
                     now = _digest(live) if len(recent) > 1 or (quiet and before) else None
                     if now is not None:

@@ -13,26 +13,42 @@ import torch
 
 from adacheck.capture.inventory import LiveState
 
-Mark = tuple[object, ...]
+
+@dataclass(frozen=True)
+class Mark:
+    """What can be seen of a state without reading its bytes: equal `seen`, no visible write.
+
+    `held` keeps the tensors and their memory alive as long as the mark, so that no address in `seen` can be used again meanwhile.
+    """
+
+    seen: tuple[object, ...]
+    held: tuple[torch.Tensor, ...] = field(compare=False)
 
 
 def mark(live: LiveState) -> Mark:
-    """What can be seen of a state without reading its bytes: equal marks, no visible write."""
+    """The present mark of a state."""
     tensor = live.current()
-    marks: list[object] = [live.kind == "parameter" and tensor.requires_grad, *_tensor_mark(tensor)]
+    seen: list[object] = [live.kind == "parameter" and tensor.requires_grad]
+    held: list[torch.Tensor] = []
+    _add(tensor, seen, held)
     for name, entry in live.optimizer_entries().items():
+        seen.append(name)
         if isinstance(entry, torch.Tensor):
-            marks += (name, *_tensor_mark(entry))
+            _add(entry, seen, held)
         else:
-            marks += (name, id(entry) if isinstance(entry, (dict, list)) else entry)
-    return tuple(marks)
+            seen.append(id(entry) if isinstance(entry, (dict, list)) else entry)
+    return Mark(tuple(seen), tuple(held))
 
 
-def _tensor_mark(tensor: torch.Tensor) -> tuple[int, ...]:
-    local = getattr(tensor, "_local_tensor", None)
-    if local is None:
-        return (id(tensor), tensor.data_ptr(), tensor._version)
-    return (id(tensor), local.data_ptr(), tensor._version, local._version)
+def _add(tensor: torch.Tensor, seen: list[object], held: list[torch.Tensor]) -> None:
+    local = getattr(tensor, "_local_tensor", tensor)
+    seen += (id(tensor), local.data_ptr(), version(tensor), version(local))
+    held += (tensor, local.detach())
+
+
+def version(tensor: torch.Tensor) -> int:
+    """The tensor's version counter; inference tensors have none, and nothing can be seen of writes to them."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 @dataclass

@@ -21,7 +21,7 @@ from adacheck.keeper.replay import GradientMemory, Replayed, Replayer, batches
 from adacheck.kernel import certificate_key
 from adacheck.manifests.record import Event, Gradient, Increment, Kernel, Segment, StateSpec, Value
 from adacheck.same import same_bytes
-from adacheck.states import State, allocate, dtype_of, tensor_bytes
+from adacheck.states import State, allocate, dtype_of, spec_bytes, tensor_bytes
 
 ReadSegment = Callable[[Segment], bytes]
 """Gives the verified bytes of a segment of the increment (or base) at hand."""
@@ -135,9 +135,10 @@ def load_state(
         DamagedCut: the segments do not fill the tensors exactly, or do not have the digest. `where` says of what.
     """
     segments = tuple(segments)
-    tensors = allocate(spec) if into is None else into
+    _check_fits(where, spec, segments)
     if value_digest(spec, segments) != digest:
         raise DamagedCut(f"{where}: the segments of {spec.fqn} do not give the digest recorded for it; run adacheck-fsck")
+    tensors = allocate(spec) if into is None else into
     filled = dict.fromkeys(tensors, 0)
     for segment in segments:
         view, size = tensor_bytes(tensors[segment.tensor]), tensors[segment.tensor].element_size()
@@ -151,6 +152,21 @@ def load_state(
             raise DamagedCut(f"{where}: {spec.fqn}.{name} has {filled[name]} of its {tensor.numel()} elements")
     scalars = opaque.decode(spec.scalars) if spec.scalars else {}
     return State(spec, tensors, scalars)
+
+
+def _check_fits(where: str, spec: StateSpec, segments: tuple[Segment, ...]) -> None:
+    """Before any memory is taken: every segment belongs to a tensor of the spec, and they have its size in bytes."""
+    stored = {tensor.name: 0 for tensor in spec.tensors}
+    if len(stored) != len(spec.tensors) or "param" not in stored:
+        raise DamagedCut(f"{where}: {spec.fqn} lists its tensors twice, or has no 'param'")
+    for segment in segments:
+        if segment.tensor not in stored:
+            raise DamagedCut(f"{where}: segment {segment.slot} of {spec.fqn} is of {segment.tensor!r}, which the state does not have")
+        stored[segment.tensor] += segment.stored_bytes
+    for tensor in spec.tensors:
+        if min(tensor.shape, default=0) < 0 or spec_bytes(tensor) != stored[tensor.name]:
+            what = f"{spec.fqn}.{tensor.name} of shape {list(tensor.shape)}"
+            raise DamagedCut(f"{where}: {what} has {stored[tensor.name]} bytes of segments; run adacheck-fsck")
 
 
 def _fill(step: int, gradient: Gradient, read: ReadSegment, into: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from adacheck.keeper import certify, proof, refresh
 from adacheck.keeper.apply import Applied, Applier
 from adacheck.keeper.full_thread import FullThread
 from adacheck.keeper.log_thread import lose_nvme
-from adacheck.keeper.protocol import advance, applicable, may_replace_base, prune, rebase, retirable, retire
+from adacheck.keeper.protocol import advance, applicable, may_replace_base, prune, rebase_all, retirable, retire
 from adacheck.keeper.scan import held_of
 from adacheck.keeper.shared import Shared
 from adacheck.keeper.window import Window
@@ -118,8 +118,7 @@ class ApplyThread:
             if due:
                 chain.nvme_copy.roll([chain.shadow[state] for state in due], step, certificates)
             with shared.changed:
-                for state in due:
-                    chain.nvme = rebase(chain.nvme, state, step)
+                chain.nvme = rebase_all(chain.nvme, due, step)
                 ended = retirable(chain.nvme, **allowed)
                 for state, at in ended:
                     chain.nvme = retire(chain.nvme, state, at)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from adacheck.backends.base import Backend
+from adacheck.backends.errors import BackendError
 from adacheck.capture.blocks import Blocks
 from adacheck.config import StoreConfig
 from adacheck.errors import AdacheckError, Detached
@@ -128,6 +129,14 @@ class Keeper:
         with self.shared.changed:
             self.shared.full_wanted = True
             self.shared.changed.notify_all()
+
+    def keep_identity(self) -> None:
+        """Before the end: the object tier still says whose it is, or the log on NVMe could not be restored with it."""
+        try:
+            if self._full_thread.keep_identity():
+                self.request_full()
+        except (BackendError, AdacheckError) as error:
+            self.shared.report(f"the object tier could not be looked at: {error}")
 
     @property
     def uploading(self) -> bool:

@@ -10,7 +10,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from adacheck import catalogue, retention
+from adacheck import catalogue, incarnations, retention
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import BackendError
 from adacheck.digest import Buffer
@@ -150,8 +150,18 @@ class FullThread:
                     self._busy = False
                     self._shared.changed.notify_all()
 
+    def keep_identity(self) -> bool:
+        """Put back the records that say whose the object tier is, if they are gone; whether they were."""
+        gone = incarnations.keep_identity(self._backend, *self._shared.chain.identity)
+        if gone:
+            self._shared.report(
+                f"{self._backend.name} had lost run {self._shared.chain.name.run}; its records are back, older checkpoints are not"
+            )
+        return gone
+
     def _publish(self, change: Callable[[catalogue.Fulls], catalogue.Fulls]) -> None:
         name = self._shared.chain.name
+        self.keep_identity()
         catalogue.publish(self._backend, name.run, name.incarnation, change)
 
     def _published(self, step: int) -> None:

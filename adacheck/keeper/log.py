@@ -26,6 +26,9 @@ BATCH_BYTES = 64 << 20
 SMALL_BYTES = 64 << 10
 """Values up to this size wait for the end of the step, and are left out if they equal those of the step before."""
 
+SMALL_HELD_BYTES = 8 << 20
+"""Most bytes of such values that wait; the others are stored at once, or they would keep every block of the pool."""
+
 Message = Piece | Draft
 
 
@@ -53,6 +56,7 @@ class _Progress:
     slot: int = 0
     assembly: Assembly = field(default_factory=Assembly)
     small: dict[int, list[Piece]] = field(default_factory=dict)  # values that may be left out, by state
+    small_bytes: int = 0
     previous_values: dict[int, bytes] = field(default_factory=dict)  # digest of each value of the step before
     memory_bytes: int = 0
 
@@ -119,8 +123,10 @@ class LogWriter:
             batch.consumed.append(message)
             if isinstance(message, Piece):
                 raw_bytes += message.where.size_bytes
-                if message.role == "value" and message.where.size_bytes <= SMALL_BYTES:
+                size_bytes = message.where.size_bytes
+                if message.role == "value" and size_bytes <= SMALL_BYTES and self._at.small_bytes + size_bytes <= SMALL_HELD_BYTES:
                     self._at.small.setdefault(message.state, []).append(message)
+                    self._at.small_bytes += size_bytes
                 else:
                     yield self._store(message)
                     batch.done.append(message)

@@ -204,10 +204,12 @@ def _deletions(key: str, slots: int) -> Iterator[Item]:
 
 def _batches(states: Iterable[State]) -> Iterator[list[State]]:
     batch: list[State] = []
+    batch_bytes = 0
     for state in states:
         batch.append(state)
-        if sum(s.size_bytes for s in batch) >= BATCH_BYTES:
+        batch_bytes += state.size_bytes
+        if batch_bytes >= BATCH_BYTES:
             yield batch
-            batch = []
+            batch, batch_bytes = [], 0
     if batch:
         yield batch

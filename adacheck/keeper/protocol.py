@@ -170,7 +170,14 @@ def may_replace_base(copy: Copy, state: int, at_step: int, *, committed: int, du
 
 def rebase(copy: Copy, state: int, step: int) -> Copy:
     """The copy with a new base of the state at `step`; ask `may_replace_base` first."""
-    return replace(copy, bases={**copy.bases, state: step}, floor=max(copy.floor, step))
+    return rebase_all(copy, (state,), step)
+
+
+def rebase_all(copy: Copy, states: Collection[int], step: int) -> Copy:
+    """`rebase` of several states at once."""
+    if not states:
+        return copy
+    return replace(copy, bases={**copy.bases, **dict.fromkeys(states, step)}, floor=max(copy.floor, step))
 
 
 def retirable(copy: Copy, *, committed: int, durable: int) -> tuple[tuple[int, int], ...]:

@@ -14,6 +14,7 @@ from adacheck.keeper.nvme import NvmeCopy
 from adacheck.keeper.progress import Progress
 from adacheck.keeper.proof import Proof
 from adacheck.keeper.protocol import Copy
+from adacheck.manifests.record import Fork, Incarnation
 from adacheck.states import State
 
 MEMORY, NVME = "memory", "nvme"
@@ -32,6 +33,7 @@ class ChainState:
         link: of the last increment at or below the cut.
         opaque: opaque items of the cut.
         progress, certifier, proof: as the restore left them.
+        identity: the records of the object tier that say whose it is: this incarnation, and the fork table with its own entry.
     """
 
     name: ChainName
@@ -45,6 +47,7 @@ class ChainState:
     progress: Progress
     certifier: Certifier
     proof: Proof
+    identity: tuple[Incarnation, tuple[Fork, ...]]
 
 
 @dataclass
