@@ -33,6 +33,7 @@ from adacheck.nvme_directory import nvme_path
 from adacheck.preemption import finish_on_sigterm, forget
 from adacheck.reattach import begin_generation
 from adacheck.recovery import Cut
+from adacheck.reports import Reports
 from adacheck.status import Status, status_of
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Checkpointer:
         self._writer = PieceWriter(self._blocks, self._submit)
         self._capture = Capture(inventory, self._writer, self._verdicts, self._detach)
         self._schedule: tuple[refresh.Layout, refresh.Schedule] | None = None
-        self._said: set[str] = set()
+        self._reports = Reports()
         self._blocked_s = 0.0
         self._budget, self._pid = 0, os.getpid()
         self._retry_at: int | None = None
@@ -133,7 +134,7 @@ class Checkpointer:
             except BaseException as error:  # half an increment cannot be taken back: a new base will follow
                 keeper.shared.fail(Detached(f"step {self._step} could not be captured: {type(error).__name__}: {error}"))
                 raise
-        self._say(keeper)
+        self._reports.say(keeper, raising=self._config.on_error == "raise")
         if isinstance(keeper.failure, Detached):
             self._reattach(keeper)
         self._blocked_s = self._capture.take_blocked_s() + time.perf_counter() - begun
@@ -163,7 +164,7 @@ class Checkpointer:
             return
         last = keeper.submitted
         if not self._wait_applied(keeper, last, self._config.deadline_s) or keeper.failure:
-            raise NotDurable(f"step {last} is acked up to {keeper.progress().acked} and not applied: {self._why(keeper)}")
+            raise NotDurable(f"step {last} is acked up to {keeper.progress().acked} and not applied: {self._reports.why(keeper)}")
 
     def publish_full(self) -> None:
         """Take a full checkpoint of the last step and wait until it is published; nothing to do if there is one.
@@ -176,7 +177,7 @@ class Checkpointer:
         if keeper is None or keeper.submitted == 0:
             return
         if not keeper.publish(self._config.deadline_s):
-            raise NotDurable(f"the full checkpoint at step {keeper.submitted} is not published: {self._why(keeper)}")
+            raise NotDurable(f"the full checkpoint at step {keeper.submitted} is not published: {self._reports.why(keeper)}")
 
     def close(self) -> None:
         """Wait until the last step is durable, then end: hooks, threads and files are released whatever happens.
@@ -194,7 +195,9 @@ class Checkpointer:
             if self._keeper is not None:
                 self._make_durable(self._keeper)
             if self._keeper is not None and self._keeper.submitted != self._step:
-                raise NotDurable(f"step {self._step} was not checkpointed, the last is {self._keeper.submitted}: {self._why(self._keeper)}")
+                raise NotDurable(
+                    f"step {self._step} was not checkpointed, the last is {self._keeper.submitted}: {self._reports.why(self._keeper)}"
+                )
         finally:
             self._release()
 
@@ -352,18 +355,6 @@ class Checkpointer:
     def _proven_steps(self, begun: start.Start) -> Container[int]:
         return frozenset(full.step for full in begun.sources.fulls if full.status == "proven")
 
-    def _say(self, keeper: Keeper) -> None:
-        reports = keeper.take_reports()
-        if keeper.failure is not None and str(keeper.failure) not in self._said:
-            reports.append(f"checkpoints have stopped, training goes on: {keeper.failure}")
-            self._said.add(str(keeper.failure))
-        for report in reports:
-            _log.warning("%s", report)
-        if self._config.on_error == "raise" and keeper.failure is not None:
-            raise keeper.failure
-        if self._config.on_error == "raise" and reports:
-            raise AdacheckError("; ".join(reports))
-
     def _make_durable(self, keeper: Keeper) -> None:
         self.drain()
         shared, last = keeper.shared, keeper.submitted
@@ -372,20 +363,11 @@ class Checkpointer:
             self.publish_full()
         shared.wait(lambda: not keeper.uploading, self._config.deadline_s)
         keeper.keep_identity()
-        self._say_all(keeper)
+        self._reports.say(keeper, raising=False)
         if keeper.progress().durable < last:
-            raise NotDurable(f"step {last} is durable nowhere, the newest that is is {keeper.progress().durable}: {self._why(keeper)}")
-
-    def _say_all(self, keeper: Keeper) -> None:
-        for report in keeper.take_reports():
-            _log.warning("%s", report)
-            self._said.add(report)
-
-    def _why(self, keeper: Keeper) -> str:
-        if keeper.failure is not None:
-            return str(keeper.failure)
-        reports = [*keeper.take_reports(), *sorted(self._said)]
-        return "; ".join(reports[-3:]) or f"it took longer than deadline_s={self._config.deadline_s:.0f}"
+            raise NotDurable(
+                f"step {last} is durable nowhere, the newest that is is {keeper.progress().durable}: {self._reports.why(keeper)}"
+            )
 
     def _release(self) -> None:
         self._writer.close()
