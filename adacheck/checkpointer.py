@@ -363,6 +363,8 @@ class Checkpointer:
             self.publish_full()
         shared.wait(lambda: not keeper.uploading, self._config.deadline_s)
         keeper.keep_identity()
+        if keeper.failure is not None:
+            raise NotDurable(f"step {last} will not be restored: {keeper.failure}")
         self._reports.say(keeper, raising=False)
         if keeper.progress().durable < last:
             raise NotDurable(

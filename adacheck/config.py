@@ -167,7 +167,12 @@ def _nvme(value: Any, scheme: str, path: str, uri: str) -> str | None:
     if value is None or str(value) == "none":
         return None
     if str(value):
-        return os.path.abspath(Path(str(value)).expanduser())  # noqa: PTH100 - resolve() would follow links
+        folder = Path(str(value)).expanduser()
+        if not folder.is_absolute():
+            raise ConfigError(
+                f"nvme={value!s} is relative, so a start from another directory would not find the log; write an absolute path"
+            )
+        return os.path.abspath(folder)  # noqa: PTH100 - resolve() would follow links
     if scheme == "file":
         return f"{path.rstrip('/')}/nvme"
     raise ConfigError(

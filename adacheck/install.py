@@ -18,6 +18,9 @@ from adacheck.recovery import Cut
 from adacheck.same import same_bytes
 from adacheck.states import State, dtype_name, local_tensor
 
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+"""Entries that learning-rate schedulers add to parameter groups."""
+
 RNG, OPTIMIZER, EXTRA = "rng", "optimizer/", "extra/"
 
 
@@ -106,6 +109,19 @@ def _group_problems(decoded: Mapping[str, Any], inventory: Inventory) -> Iterabl
         elif saved != here:
             at = next(i for i, (a, b) in enumerate(zip(saved, here, strict=True)) if a != b)
             yield f"optimizer {name!r}: group {at} has other parameters, or in another order, than in the cut"
+        else:
+            yield from _hyperparameter_problems(name, inventory.optimizers[name], decoded[OPTIMIZER + name])
+
+
+def _hyperparameter_problems(name: str, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> Iterable[str]:
+    """Hyperparameters that only one side has: the optimizer is of another class."""
+    for here, group in zip(optimizer.param_groups, saved, strict=True):
+        gone = group["values"].keys() - here.keys() - _OF_SCHEDULERS
+        fresh = optimizer.defaults.keys() - group["values"].keys()
+        if gone or fresh:
+            only = f"only the cut has {', '.join(sorted(gone)) or 'none'}, only the script {', '.join(sorted(fresh)) or 'none'}"
+            yield f"optimizer {name!r}: is a {type(optimizer).__name__} in the script, and of another kind in the cut: {only}"
+            return
 
 
 def _extra_problems(decoded: Mapping[str, Any], extra: Mapping[str, Stateful]) -> Iterable[str]:
@@ -151,7 +167,8 @@ def _write_entries(live: LiveState, state: State) -> None:
 
 
 def _in_order(before: Mapping[str, Any], entries: Mapping[str, Any]) -> list[str]:
-    return [name for name in before if name in entries] + [name for name in entries if name not in before]
+    fresh = sorted((name for name in entries if name not in before), key=lambda name: (name != "step", name))  # torch's own order
+    return [name for name in before if name in entries] + fresh
 
 
 def _like(parameter: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

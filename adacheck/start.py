@@ -103,7 +103,8 @@ def _open_nvme(config: StoreConfig, run: str) -> LmdbBackend | None:
     try:
         return LmdbBackend(path)
     except Busy as error:
-        raise StoreBusy(f"run {run} is being trained on this host already: {error}") from error
+        hint = "; in a notebook, call close() on the earlier checkpointer or restart the kernel" if path in _opened else ""
+        raise StoreBusy(f"run {run} is being trained on this host already: {error}{hint}") from error
     except Damaged as error:
         aside = next(name for at in count(1) if not (name := path.with_name(f"{path.name}.damaged-{at}")).exists())
         path.rename(aside)

@@ -56,6 +56,8 @@ class Store:
             ConfigError: an unknown scheme or option (the nearest known one is offered), a bad value, or `nvme=` missing.
             BackendError: the object tier does not answer, or refuses.
         """
+        if not isinstance(uri, str):
+            raise ConfigError(f"a store URI is a string such as 'file:///data/run-42', not a {type(uri).__name__}: {uri!r}")
         config = parse(uri, options)
         scheme, _, address = config.address.partition("://")
         backend = open_backend(scheme, address, config.storage)
@@ -73,6 +75,8 @@ class Store:
         Raises:
             ConfigError: something that is no module, optimizer, or stateful object.
         """
+        if extra is not None and not isinstance(extra, Mapping):
+            raise ConfigError(f"extra is a dict of names and objects, as in extra={{'scheduler': scheduler}}, not a {type(extra).__name__}")
         for name, item in (extra or {}).items():
             if not callable(getattr(item, "state_dict", None)) or not callable(getattr(item, "load_state_dict", None)):
                 raise ConfigError(f"extra[{name!r}] is a {type(item).__name__} without state_dict() and load_state_dict()")

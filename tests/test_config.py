@@ -116,7 +116,8 @@ def test_nvme_none_and_nvme_paths() -> None:
     assert config("s3://b/r", nvme=None).nvme is None
     assert config("file:///d?nvme=none").nvme is None
     assert config("s3://b/r", nvme=Path("/mnt/x")).nvme == "/mnt/x"
-    assert config("s3://b/r?nvme=relative/dir").nvme == str(Path.cwd() / "relative/dir")
+    with pytest.raises(ConfigError, match="nvme=relative/dir is relative"):
+        config("s3://b/r?nvme=relative/dir")
     assert config("s3://b/r?nvme=~/log").nvme == str(Path.home() / "log")
 
 

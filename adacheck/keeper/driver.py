@@ -11,7 +11,7 @@ from adacheck.backends.base import Backend
 from adacheck.backends.errors import BackendError
 from adacheck.capture.blocks import Blocks
 from adacheck.config import StoreConfig
-from adacheck.errors import AdacheckError, Detached
+from adacheck.errors import AdacheckError, Detached, ForeignRun, Superseded
 from adacheck.keeper import proof, refresh
 from adacheck.keeper.apply_thread import ApplyThread
 from adacheck.keeper.full_thread import FullThread
@@ -23,6 +23,7 @@ from adacheck.keeper.submission import Draft
 from adacheck.keeper.window import Window
 from adacheck.manifests.record import FullEntry
 from adacheck.states import dtype_of
+from adacheck.threads import set_threads
 
 AGAIN_S = 1.0
 """Pause before a full checkpoint that somebody waits for is tried again."""
@@ -133,8 +134,10 @@ class Keeper:
     def keep_identity(self) -> None:
         """Before the end: the object tier still says whose it is, or the log on NVMe could not be restored with it."""
         try:
-            if self._full_thread.keep_identity():
-                self.request_full()
+            self._full_thread.keep_identity()
+            self._full_thread.check_newest()
+        except (Superseded, ForeignRun) as error:
+            self.shared.fail(error)
         except (BackendError, AdacheckError) as error:
             self.shared.report(f"the object tier could not be looked at: {error}")
 
@@ -163,6 +166,7 @@ class Keeper:
             return reports
 
     def _run(self, body: Callable[[], None]) -> None:
+        set_threads(1)  # torch's operations here must not start threads of their own beside the trainer's
         try:
             body()
         except AdacheckError as error:

@@ -23,6 +23,9 @@ from adacheck.keeper.shared import Shared
 from adacheck.manifests.record import Base, Certificate, FullEntry
 from adacheck.states import State, segment_ranges, tensor_bytes
 
+NEWEST_CHECK_STEPS = 100
+"""Steps between two looks for a later incarnation: a full checkpoint may be far away, and what a superseded process does is lost."""
+
 Opaque = Sequence[tuple[str, bytes]]
 _STATUS = {Verdict.PROVEN: "proven", Verdict.INEXACT: "inexact"}
 
@@ -87,7 +90,9 @@ class FullThread:
         self._start(step, sources, opaque, certificates, lambda: None)
 
     def learn(self, proof: Proof) -> None:
-        """Publish what has become known of checkpoints whose proof was pending."""
+        """Publish what has become known of checkpoints whose proof was pending; now and then see whether a later start exists."""
+        if proof.step % NEWEST_CHECK_STEPS == 0:
+            self._queue.put(self.check_newest)
         for step, folder in list(self._pending.items()):
             known = verdict(proof, step)
             if known is not Verdict.PENDING:
@@ -149,6 +154,14 @@ class FullThread:
                 with self._shared.changed:
                     self._busy = False
                     self._shared.changed.notify_all()
+
+    def check_newest(self) -> None:
+        """Find out whether this process still owns the run.
+
+        Raises:
+            Superseded: a later incarnation has started.
+        """
+        incarnations.check_newest(self._backend, self._shared.chain.name.incarnation)
 
     def keep_identity(self) -> bool:
         """Put back the records that say whose the object tier is, if they are gone; whether they were."""
