@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Container, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -192,9 +193,11 @@ class Checkpointer:
         forget(self._on_sigterm)
         self._capture.remove()
         try:
+            behind = self._keeper is not None and self._keeper.submitted != self._step
             if self._keeper is not None:
-                self._make_durable(self._keeper)
-            if self._keeper is not None and self._keeper.submitted != self._step:
+                with suppress(NotDurable) if behind else nullcontext():
+                    self._make_durable(self._keeper)
+            if self._keeper is not None and behind:
                 raise NotDurable(
                     f"step {self._step} was not checkpointed, the last is {self._keeper.submitted}: {self._reports.why(self._keeper)}"
                 )

@@ -30,8 +30,18 @@ def trained(root: Path, steps: int, job: Job | None = None, **options: Any) -> d
     return live
 
 
+_before: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def threads_of_other_tests() -> None:
+    """What tests before this one left running is not this one's."""
+    _before.clear()
+    _before.update(threading.enumerate())
+
+
 def keeper_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("adacheck-")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("adacheck-") and thread not in _before]
 
 
 # status, drain, close
