@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -55,13 +54,11 @@ class Blocks:
         count: blocks in the pool.
         deadline_s: longest wait for one block.
         blocked_s: seconds waited so far, in all.
-        waiting: called once before the first wait, so that whoever can free blocks is told to hurry.
     """
 
     count: int
     deadline_s: float
     blocked_s: float = 0.0
-    waiting: Callable[[], None] = lambda: None
     _free: list[Block] = field(default_factory=list)
     _made: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -119,7 +116,6 @@ class Blocks:
                 self._made += 1
                 with torch.inference_mode(False):  # whatever the trainer is in: others write it later
                     return Block(torch.empty(SEGMENT_BYTES_MAX, dtype=torch.uint8))
-            self.waiting()
             started = time.monotonic()
             self._changed.wait_for(lambda: bool(self._free), timeout=self.deadline_s)
             self.blocked_s += time.monotonic() - started

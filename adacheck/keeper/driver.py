@@ -12,7 +12,7 @@ from adacheck.backends.errors import BackendError
 from adacheck.capture.blocks import Blocks
 from adacheck.config import StoreConfig
 from adacheck.errors import AdacheckError, Detached, ForeignRun, Superseded
-from adacheck.keeper import proof, refresh
+from adacheck.keeper import proof
 from adacheck.keeper.apply_thread import ApplyThread
 from adacheck.keeper.full_thread import FullThread
 from adacheck.keeper.log import Message
@@ -22,7 +22,6 @@ from adacheck.keeper.shared import ChainState, Shared
 from adacheck.keeper.submission import Draft
 from adacheck.keeper.window import Window
 from adacheck.manifests.record import FullEntry
-from adacheck.states import dtype_of
 from adacheck.threads import set_threads
 
 AGAIN_S = 1.0
@@ -106,12 +105,6 @@ class Keeper:
         """States in which a difference was found and that were not shipped whole since."""
         return proof.must_ship(self.shared.chain.proof)
 
-    def layout(self) -> refresh.Layout:
-        """The states of the shadow with their tensors, for the schedule of refreshes."""
-        with self.shared.applying:
-            specs = [state.spec for _, state in sorted(self.shared.chain.shadow.items())]
-        return [(spec.state, [(t.name, _elements(t.shape), dtype_of(t.dtype).itemsize) for t in spec.tensors]) for spec in specs]
-
     def publish(self, deadline_s: float) -> bool:
         """Have a full checkpoint of the last step published, which is applied; tried again until the deadline. Whether it is."""
         shared, end = self.shared, time.monotonic() + deadline_s
@@ -176,10 +169,3 @@ class Keeper:
             failure = Detached(f"the keeper stopped at step {self.submitted}: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self.shared.fail(failure)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
