@@ -355,10 +355,12 @@ def test_an_object_tier_that_is_deleted_gets_its_identity_back(tmp_path: Path) -
             shutil.rmtree(tmp_path / "run")
     live = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ckpt.close()
-    for nvme in ("nvme", "another-host"):
+    # a copy for the other host: the first to open the run publishes a full checkpoint of its own, at 14
+    shutil.copytree(tmp_path / "run", tmp_path / "run-of-another-host")
+    for run, nvme, newest in (("run", "nvme", 14), ("run-of-another-host", "another-host", 12)):
         fresh = torch.nn.Linear(8, 8)
-        again = Store.open(f"file://{tmp_path}/run", nvme=str(tmp_path / nvme)).attach(fresh, torch.optim.AdamW(fresh.parameters()))
-        assert again.restore() == (14 if nvme == "nvme" else 12)
-        if nvme == "nvme":
+        again = Store.open(f"file://{tmp_path}/{run}", nvme=str(tmp_path / nvme)).attach(fresh, torch.optim.AdamW(fresh.parameters()))
+        assert again.restore() == newest
+        if newest == 14:
             assert all(torch.equal(tensor, live[name]) for name, tensor in fresh.state_dict().items())
         again.close()
