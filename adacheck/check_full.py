@@ -8,7 +8,7 @@ import blake3
 import msgpack
 
 from adacheck.check_records import Consequence, Look
-from adacheck.digest import digest, tensor_digest
+from adacheck.digest import digest
 from adacheck.errors import DamagedCut
 from adacheck.finding import Kind
 from adacheck.manifests import keys
@@ -90,13 +90,13 @@ def _check_shard(look: Look, key: str, shard: Shard, manifests: Manifests, conse
 def _read_shard(look: Look, key: str, shard: Shard, size: int) -> tuple[bytes, list[str]]:
     """Digest of the whole file as it is, and the tensors whose own digest does not match. Reads each byte once."""
     stream = _Stream(look, key, size)
-    wanted = {held.key: held.digest for held in shard.tensors}
+    wanted = {held.key: held.digests for held in shard.tensors}
     bad = set(wanted)
     try:
         beginning = stream.take(LENGTH_BYTES)
         table = places(beginning + stream.take(header_bytes(beginning) - LENGTH_BYTES))
         for name, place in sorted(table.items(), key=lambda item: item[1].start):
-            if name in wanted and tensor_digest(list(_segments(stream, place))) == wanted[name]:
+            if name in wanted and tuple(_segments(stream, place)) == wanted[name]:
                 bad.discard(name)
     except DamagedCut:
         pass  # no header, no places: all its tensors count as bad, and the digest below says the rest

@@ -21,6 +21,10 @@ from adacheck.errors import ConfigError
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
+class NvmeMissing(ConfigError):
+    """An address that does not say by itself where the log lies came without `nvme=`; who only reads can do without."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
     """Where a store is and how it behaves; the README's options table explains each option.
@@ -175,7 +179,7 @@ def _nvme(value: Any, scheme: str, path: str, uri: str) -> str | None:
         return os.path.abspath(folder)  # noqa: PTH100 - resolve() would follow links
     if scheme == "file":
         return f"{path.rstrip('/')}/nvme"
-    raise ConfigError(
+    raise NvmeMissing(
         f"{uri!r} needs nvme=DIR, a directory on a local disk for the log of every step; "
         "nvme=none keeps full checkpoints only (a crash then loses the steps since the last one)"
     )

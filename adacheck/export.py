@@ -24,10 +24,11 @@ from adacheck.backends.object_store import ObjectStore
 from adacheck.capture import opaque
 from adacheck.digest import tensor_digest_of_bytes
 from adacheck.errors import ConfigError, DamagedCut, ExportFailed
+from adacheck.export_optimizer import optimizer_state_dicts
 from adacheck.export_values import loadable, summary
+from adacheck.flat_keys import FlatKeys
 from adacheck.full_checkpoint import CutId, StateSource, opaque_object, write_full
 from adacheck.full_reader import read_full
-from adacheck.install import OPTIMIZER
 from adacheck.recovery import Cut
 from adacheck.states import State, dtype_name, segment_ranges, tensor_bytes
 from adacheck.tiling import several_optimizers, tensor_key
@@ -62,26 +63,19 @@ class Export:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor under its key, as `get_state_dict(..., flatten_optimizer_state_dict=True)` names it; tied ones once."""
-        several = several_optimizers([state.spec for state in self.cut.states.values()])
-        held = self.cut.states.values()
-        return {tensor_key(state.spec, name, several): tensor for state in held for name, tensor in state.tensors.items()}
+        return {key: self.cut.states[number].tensors[name] for key, number, name in self._keys().tensors()}
 
     def flat(self) -> dict[str, Any]:
         """The whole state dict: tensors, also under the other names of tied ones, optimizer scalars, and hyperparameters."""
-        states = [state for _, state in sorted(self.cut.states.items())]
-        several = several_optimizers([state.spec for state in states])
+        keys, states = self._keys(), self.cut.states
         found: dict[str, Any] = self.tensors()
-        for state in states:
-            found.update({f"model.{alias}": state.tensors["param"] for alias in state.spec.aliases})
-            found.update({tensor_key(state.spec, name, several): value for name, value in state.scalars.items()})
-        for item, content in self.cut.opaque.items():
-            if item.startswith(OPTIMIZER):
-                owner = f"{item.removeprefix(OPTIMIZER)}." if several else ""
-                for group in opaque.decode(content):
-                    for fqn in group["names"]:
-                        prefix = f"optim.{owner}param_groups.{self.names.get(fqn, fqn)}"
-                        found.update({f"{prefix}.{name}": value for name, value in group["values"].items()})
-        return found
+        found.update({key: states[number].tensors[name] for key, number, name in keys.tied()})
+        for number, state in sorted(states.items()):
+            found.update(keys.scalars(number, state.scalars))
+        return found | keys.hyperparameters(self.cut.opaque, self.names)
+
+    def _keys(self) -> FlatKeys:
+        return FlatKeys({number: state.spec for number, state in self.cut.states.items()})
 
     @property
     def size_bytes(self) -> int:
@@ -204,9 +198,11 @@ def _write_torch(export: Export, directory: Path, progress: Progress) -> None:
     flat = export.flat()
     parts = {part: {k.removeprefix(f"{part}."): v for k, v in flat.items() if k.startswith(f"{part}.")} for part in ("model", "optim")}
     decoded = {name: loadable(opaque.decode(content)) for name, content in export.cut.opaque.items()}
+    optimizers = optimizer_state_dicts(export.cut, export.names)
+    own = next(iter(optimizers.values())) if len(optimizers) == 1 else optimizers
     path = directory / TORCH_FILE
     with path.open("wb") as file:
-        torch.save({**parts, "opaque": decoded}, file)
+        torch.save({**parts, "optimizer": own, "opaque": decoded}, file)  # torch stores a tensor that is in two places once
         file.flush()
         os.fsync(file.fileno())
     progress(export.size_bytes)

@@ -65,13 +65,13 @@ class CutId:
 
 @dataclass
 class _Tensor:
-    """One tensor on its way into a shard; `digest` and `finite` are of the last time it was streamed."""
+    """One tensor on its way into a shard; `digests` of its segments and `finite` are of the last time it was streamed."""
 
     state: int
     source: StateSource
     spec: TensorSpec
     entry: Entry
-    digest: bytes = b""
+    digests: tuple[bytes, ...] = ()
     finite: bool = True
 
 
@@ -132,7 +132,7 @@ def _tensors(sources: Sequence[StateSource]) -> Iterator[_Tensor]:
             aliases = source.spec.aliases if spec.name == "param" else ()
             names = tuple(f"model.{alias}" for alias in aliases)
             entry = Entry(tensor_key(source.spec, spec.name, several), spec, dtype_of(spec.dtype).itemsize, names)
-            yield _Tensor(at, source, spec, entry, digest=tensor_digest([]) if not prod(spec.shape) else b"")
+            yield _Tensor(at, source, spec, entry)
 
 
 def _shards(tensors: Sequence[_Tensor], shard_bytes: int) -> list[list[_Tensor]]:
@@ -193,7 +193,7 @@ class _ShardStream:
             yield self._passed(part)
         if next(parts, None) is not None:
             raise DamagedCut(f"{tensor.entry.key}: more bytes than its spec has while writing its full checkpoint")
-        tensor.digest, tensor.finite = tensor_digest(digests), finite
+        tensor.digests, tensor.finite = tuple(digests), finite
 
 
 def _has_non_finite(dtype: str, part: memoryview) -> bool:
@@ -210,7 +210,7 @@ def _write_shard(backend: Backend, folder: str, name: str, tensors: list[_Tensor
     _put(backend, f"{folder}/{name}", stream, size_bytes)
     if stream.size_bytes != size_bytes or not stream.digest:
         raise DamagedCut(f"{folder}/{name}: {backend.name} took {stream.size_bytes} of its {size_bytes} bytes")
-    held = tuple(ShardTensor(tensor.entry.key, tensor.state, tensor.spec.name, tensor.digest) for tensor in tensors)
+    held = tuple(ShardTensor(tensor.entry.key, tensor.state, tensor.spec.name, tensor.digests) for tensor in tensors)
     return Shard(name, size_bytes, stream.digest, held)
 
 
@@ -240,7 +240,7 @@ def _state_digests(cut: CutId, sources: Sequence[StateSource], tensors: Sequence
     """Digests of the states as they were written, checked against what their sources say."""
     by_state: list[list[bytes]] = [[] for _ in sources]
     for tensor in tensors:
-        by_state[tensor.state].append(tensor.digest)
+        by_state[tensor.state].append(tensor_digest(tensor.digests))
     found = tuple(state_digest(source.spec, digests) for source, digests in zip(sources, by_state, strict=True))
     for source, written in zip(sources, found, strict=True):
         if source.digest is not None and source.digest != written:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import NotFound
 from adacheck.capture.opaque import decode
-from adacheck.digest import digest, tensor_digest_of_bytes
-from adacheck.errors import DamagedCut, StateMismatch
+from adacheck.digest import digest
+from adacheck.errors import DamagedCut
 from adacheck.manifests import encoding, keys
 from adacheck.manifests.errors import FormatError, NewerFormat
-from adacheck.manifests.record import Full, FullEntry, Segment, Shard, ShardTensor
+from adacheck.manifests.record import SEGMENT_BYTES_MAX, Full, FullEntry, Segment, Shard, ShardTensor, StateSpec, TensorSpec
 from adacheck.safetensors_shard import LENGTH_BYTES, Place, header_bytes, places
 from adacheck.states import State, dtype_of, spec_bytes, tensor_bytes
 from adacheck.tiling import unlike_its_tensors, unlisted, untiled
@@ -23,6 +25,20 @@ WINDOW_BYTES = 8 << 20
 """Length of one ranged get; the small tensors beside the one asked for come with it."""
 
 _WINDOWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The part `start:stop` of a tensor's first dimension; a tensor without dimensions is one row, 0:1."""
+
+    tensor: str
+    start: int
+    stop: int
+
+
+def rows_of(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """These rows of a tensor at hand, without a copy."""
+    return tensor[rows.start : rows.stop] if tensor.dim() else tensor
 
 
 def read_full(backend: Backend, entry: FullEntry) -> FullReader:
@@ -67,16 +83,28 @@ class FullReader:
     """The contents of one full checkpoint. Use it from one thread; memory: one tensor and 24 MiB.
 
     Attributes:
-        entry, manifest: what it reads; states are numbered by their position in `manifest.states`.
+        entry, manifest: what it reads.
+        specs: every state, by its position in `manifest.states`.
     """
 
     def __init__(self, backend: Backend, entry: FullEntry, manifest: Full) -> None:
         self.entry = entry
         self.manifest = manifest
+        self.specs: dict[int, StateSpec] = dict(enumerate(manifest.states))
         self._backend = backend
         self._held = {(held.state, held.tensor): (shard, held) for shard in manifest.shards for held in shard.tensors}
         self._places: dict[str, dict[str, Place]] = {}
         self._windows: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+
+    @property
+    def step(self) -> int:
+        """Of the cut."""
+        return self.manifest.step
+
+    @property
+    def name(self) -> str:
+        """Where it reads, for people."""
+        return self.entry.folder
 
     def state(self, at: int) -> State:
         """State number `at`, in fresh CPU tensors; `scalars` decoded.
@@ -94,35 +122,42 @@ class FullReader:
         Raises:
             DamagedCut: missing, short, or other bytes than the manifest says.
         """
-        spec = next(tensor for tensor in self.manifest.states[at].tensors if tensor.name == name)
-        tensor = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
-        if tensor.numel():
-            shard, held = self._held[at, name]
-            self._fill(tensor_bytes(tensor), shard, held, spec_bytes(spec))
-        return tensor
+        spec = self._spec(at, name)
+        return self.rows(at, Rows(name, 0, spec.shape[0] if spec.shape else 1))
 
-    def read_into(self, at: int, name: str, destination: torch.Tensor) -> None:
-        """Read one tensor into `destination` (any device and strides), which is touched only by verified bytes.
+    def rows(self, at: int, rows: Rows) -> torch.Tensor:
+        """Some rows of a tensor in fresh CPU memory; what is read is the 4 MiB segments they lie in, in windows of 8 MiB.
 
         Raises:
-            StateMismatch: it has another shape or dtype.
             DamagedCut: as `tensor`.
         """
-        tensor = self.tensor(at, name)
-        if tensor.shape != destination.shape or tensor.dtype != destination.dtype:
-            raise StateMismatch(
-                f"{name} of {self.manifest.states[at].fqn} is {tensor.dtype} {tuple(tensor.shape)} in the cut, "
-                f"{destination.dtype} {tuple(destination.shape)} here"
-            )
-        destination.detach().copy_(tensor)
+        spec = self._spec(at, rows.tensor)
+        tensor = torch.empty((rows.stop - rows.start, *spec.shape[1:]) if spec.shape else (), dtype=dtype_of(spec.dtype))
+        if tensor.numel():
+            shard, held = self._held[at, rows.tensor]
+            first = rows.start * prod(spec.shape[1:]) * tensor.element_size()
+            self._fill(tensor_bytes(tensor), first, shard, held, spec_bytes(spec))
+        return tensor
 
-    def opaque(self) -> dict[str, bytes]:
-        """All opaque items, encoded, by name.
+    def read(self, wanted: Mapping[int, Sequence[Rows]]) -> Iterator[tuple[int, list[torch.Tensor], Mapping[str, object]]]:
+        """Parts of states, by position: the rows asked for, and the optimizer's entries that are no tensors.
+
+        Memory: the rows of one state, and the windows. Raises as `tensor`.
+        """
+        for at in sorted(wanted):
+            scalars = self.specs[at].scalars
+            yield at, [self.rows(at, rows) for rows in wanted[at]], decode(scalars) if scalars else {}
+
+    def _spec(self, at: int, name: str) -> TensorSpec:
+        return next(tensor for tensor in self.manifest.states[at].tensors if tensor.name == name)
+
+    def opaque(self, prefix: str = "") -> dict[str, bytes]:
+        """The opaque items whose names begin so, encoded, by name.
 
         Raises:
             DamagedCut: the object is missing, short or damaged; names the item.
         """
-        return {segment.tensor: self._opaque_item(segment) for segment in self.manifest.opaque}
+        return {segment.tensor: self._opaque_item(segment) for segment in self.manifest.opaque if segment.tensor.startswith(prefix)}
 
     def _opaque_item(self, segment: Segment) -> bytes:
         key = keys.opaque(self.entry.folder)
@@ -131,16 +166,21 @@ class FullReader:
             raise DamagedCut(f"{key}: item {segment.tensor} does not match its digest ({len(content)} of {segment.stored_bytes} bytes)")
         return content
 
-    def _fill(self, target: memoryview, shard: Shard, held: ShardTensor, size_bytes: int) -> None:
+    def _fill(self, target: memoryview, first: int, shard: Shard, held: ShardTensor, size_bytes: int) -> None:
+        """Fill `target` with the tensor's bytes from `first` on, each segment of them checked whole."""
         place = self._place(shard, held.key)
         if place.stop - place.start != size_bytes:
             raise DamagedCut(f"{self._key(shard)}: {held.key} has {place.stop - place.start} bytes there, {size_bytes} in the manifest")
-        at = 0
-        for part in self._parts(shard, place.start, place.stop):
-            target[at : at + len(part)] = part
-            at += len(part)
-        if tensor_digest_of_bytes(target) != held.digest:
-            raise DamagedCut(f"{self._key(shard)}: the bytes of {held.key} do not match their digest")
+        if len(held.digests) != -(-size_bytes // SEGMENT_BYTES_MAX):
+            raise DamagedCut(f"{self._key(shard)}: the manifest has {len(held.digests)} digests for {held.key} of {size_bytes} bytes")
+        stop = first + len(target)
+        for number in range(first // SEGMENT_BYTES_MAX, -(-stop // SEGMENT_BYTES_MAX)):
+            start, end = number * SEGMENT_BYTES_MAX, min((number + 1) * SEGMENT_BYTES_MAX, size_bytes)
+            content = self._read(shard, place.start + start, place.start + end)
+            if digest(content) != held.digests[number]:
+                raise DamagedCut(f"{self._key(shard)}: the bytes {start}:{end} of {held.key} do not match their digest")
+            low, high = max(start, first), min(end, stop)
+            target[low - first : high - first] = memoryview(content)[low - start : high - start]
 
     def _place(self, shard: Shard, key: str) -> Place:
         if shard.name not in self._places:

@@ -140,7 +140,7 @@ def _write_state(live: LiveState, state: State) -> None:
     if live.owner is not None and parameter.shape != source.shape:
         setattr(*live.owner, source.to(parameter.device).clone())
     else:
-        _write(local_tensor(parameter, live.fqn), source)
+        write_bytes(local_tensor(parameter, live.fqn), source)
     if live.kind == "parameter":
         parameter.requires_grad_(spec.requires_grad)
     if live.optimizer is not None:
@@ -162,7 +162,7 @@ def _write_entries(live: LiveState, state: State) -> None:
             entries[name] = known
         else:
             entries[name] = _like(parameter, source)
-        _write(local_tensor(entries[name], name), source)
+        write_bytes(local_tensor(entries[name], name), source)
     live.optimizer.state[parameter] = {name: entries[name] for name in _in_order(before, entries)}
 
 
@@ -180,7 +180,8 @@ def _like(parameter: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(source, device=parameter.device)
 
 
-def _write(destination: torch.Tensor, source: torch.Tensor) -> None:
+def write_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor into another of the same dtype and shape, on any device and of any strides, bit for bit."""
     if destination.numel() == 0:
         return
     if destination.is_contiguous() and destination.device.type == "cpu":

@@ -1,14 +1,32 @@
-"""Where a run's chain lies on NVMe, and whether that directory is this run's. Without torch."""
+"""Where a run's chain lies on NVMe, whether that directory is this run's, and who in this process has it open. Without torch."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.config import StoreConfig
 from adacheck.errors import ForeignRun
 
 GENERATION, CHAIN = 1, 0
 """This release trains in one process: one chain, one generation."""
+
+_trained: dict[Path, tuple[int, LmdbBackend]] = {}
+
+
+def trained_here(path: Path) -> LmdbBackend | None:
+    """The backend of a chain's directory that a trainer of this process has open: LMDB is open once in a process, so it is shared."""
+    pid, nvme = _trained.get(path, (0, None))
+    return nvme if pid == os.getpid() else None
+
+
+def note_trained(path: Path, nvme: LmdbBackend | None) -> None:
+    """Let `trained_here` give a trainer's backend from now on; `None` when it is closed."""
+    if nvme is None:
+        _trained.pop(path, None)
+    else:
+        _trained[path] = (os.getpid(), nvme)
 
 
 def nvme_path(config: StoreConfig, run: str) -> Path | None:

@@ -1,15 +1,37 @@
-"""Opens the object tier of a store for tools that only read: nothing is made, locked or written. Without torch."""
+"""Opens a store for those who only read: nothing is made, locked or written. Without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from adacheck.backends.base import Backend
+from adacheck.backends.errors import Damaged
+from adacheck.backends.lmdb_directory import DATA_FILE
+from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.registry import open_backend
 from adacheck.backends.wrappers import Retrying
-from adacheck.config import StoreConfig
+from adacheck.config import NvmeMissing, StoreConfig, parse
+from adacheck.incarnations import read_run
+from adacheck.nvme_directory import check_nvme_run, nvme_path, trained_here
+from adacheck.sources import Sources, gather
+
+OBJECT_TIER_ONLY = (
+    "no nvme= was given, so only the object tier is looked at; steps since its newest full checkpoint may be on the trainer's host"
+)
+
+
+def reading_config(uri: str) -> tuple[StoreConfig, str]:
+    """The configuration for a tool that only reads, which needs no `nvme=`; with what to tell the user, `""` for nothing.
+
+    Raises:
+        ConfigError: as `config.parse`.
+    """
+    try:
+        return parse(uri, {}), ""
+    except NvmeMissing:
+        return parse(uri, {"nvme": "none"}), OBJECT_TIER_ONLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +53,39 @@ def open_objects(config: StoreConfig) -> Iterator[Reading]:
     backend = open_backend(config.scheme, config.address.partition("://")[2], options)
     with Retrying(backend) as objects:
         yield Reading(objects, getattr(backend, "stale_uploads", lambda _: iter(())))
+
+
+@contextmanager
+def open_sources(config: StoreConfig, objects: Backend) -> Iterator[Sources | None]:
+    """What the store offers, an NVMe copy as it is at this moment whatever its trainer does meanwhile; `None` without a run.
+
+    A copy that cannot be read at all is in `rejected`, and offers nothing.
+
+    Raises:
+        ForeignRun: the NVMe directory belongs to another run.
+        DamagedCut: the run's identity or its fork table cannot be read.
+    """
+    found = read_run(objects)
+    check_nvme_run(config, found.run if found else None)
+    if found is None:
+        yield None
+        return
+    with ExitStack() as stack:
+        try:
+            sources = gather(found.run, objects, stack.enter_context(_nvme_moment(config, found.run)))
+        except Damaged as error:
+            sources = gather(found.run, objects, None)
+            sources.rejected.append(f"the NVMe copy of run {found.run}: {error}")
+        yield sources
+
+
+@contextmanager
+def _nvme_moment(config: StoreConfig, run: str) -> Iterator[Backend | None]:
+    """The NVMe copy as it is now, `None` where there is none."""
+    path = nvme_path(config, run)
+    if path is None or not (path / DATA_FILE).exists():
+        yield None
+        return
+    shared = trained_here(path)
+    with nullcontext(shared) if shared is not None else LmdbBackend(path, create=False, read_only=True) as nvme, nvme.snapshot() as moment:
+        yield moment

@@ -7,25 +7,26 @@ through to the next; a cut that nobody can read falls to an older one; each reje
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import BackendError
 from adacheck.capture import opaque
-from adacheck.errors import AdacheckError, DamagedCut, NoCut
+from adacheck.errors import AdacheckError, NoCut
 from adacheck.full_reader import read_full
-from adacheck.keeper.apply import Applier, ReadSegment, load_state
-from adacheck.keeper.cut import Choice, Offer, choose_cut
-from adacheck.keeper.protocol import Kind, applicable
-from adacheck.keeper.stored import read_verified, slot_key
-from adacheck.manifests import keys
+from adacheck.keeper.cut import Offer, choose_cut
+from adacheck.keeper.protocol import Kind
 from adacheck.manifests.errors import FormatError
-from adacheck.manifests.record import Certificate, FullEntry, Segment
+from adacheck.manifests.record import Certificate, FullEntry
+from adacheck.nvme_reader import NvmeReader
 from adacheck.sources import Sources as Sources
 from adacheck.sources import gather as gather
 from adacheck.sources import without
 from adacheck.states import State
+
+T = TypeVar("T")
 
 _log = logging.getLogger("adacheck")
 
@@ -62,20 +63,52 @@ def read_newest(sources: Sources, *, step: int | None = None, only: Container[in
     Raises:
         NoCut: `step`, or a cut in `only`, was asked for and nobody reaches it; or there were cuts, and none could be read.
     """
+
+    def read(offer: Offer, at: int) -> Cut:
+        cut = read_nvme(sources, at) if offer.kind is Kind.NVME else read_object(sources.objects, sources.full(offer))
+        _check_opaque(cut)
+        return cut
+
     offers = sources.offers()
-    asked = step is not None or only is not None
-    had_any = bool(offers)
+    found = first_usable(sources, offers, read, step=step, only=only)
+    if found is None and (offers or step is not None or only is not None):
+        raise no_cut(sources, step, "a cut" if only is None else "a proven cut")
+    return found[0] if found else None
+
+
+def first_usable(
+    sources: Sources, offers: list[Offer], use: Callable[[Offer, int], T], *, step: int | None = None, only: Container[int] | None = None
+) -> tuple[T, Offer, list[Offer]] | None:
+    """What `use` makes of the newest cut's cheapest source that it can use, that source, and the offers that are left; `None` if of none.
+
+    Whatever is rejected on the way is logged, and added to `sources.rejected`.
+    """
     while (choice := choose_cut({0: offers}, exactly=step, only=only)) is not None:
-        cut, offers = _read(sources, choice, offers)
-        if cut is not None:
-            return cut
-    if had_any or asked:
-        what = f"step {step}" if step is not None else "a proven cut" if only is not None else "a cut"
-        reached = sorted({s for offer in sources.offers() for s in offer.steps})
-        steps = f"offered are steps {_ranges(reached)}" if reached else "no step is offered"
-        why = "; ".join(sources.rejected[-5:]) or "nothing was rejected"
-        raise NoCut(f"run {sources.run} has {what} that can be restored nowhere: {steps}; {why}")
+        for offer in choice.sources[0]:
+            try:
+                return use(offer, choice.step), offer, offers
+            except UNUSABLE as error:
+                offers = reject(sources, offers, offer, choice.step, error)
     return None
+
+
+def reject(sources: Sources, offers: list[Offer], bad: Offer, step: int, error: Exception) -> list[Offer]:
+    """Say why a source is not used, and give the offers that are left."""
+    sources.rejected.append(f"cut {step} from {bad.source}: {error}")
+    _log.warning("rejected: cut %d from %s: %s", step, bad.source, error)
+    return without(offers, bad, step, error)
+
+
+def no_cut(sources: Sources, step: int | None, what: str) -> NoCut:
+    """The error that there is no such cut, saying which there are and what was rejected."""
+    reached = sorted({s for offer in sources.offers() for s in offer.steps})
+    steps = f"offered are steps {_ranges(reached)}" if reached else "no step is offered"
+    if step is not None:
+        what = f"step {step}"
+        others = [other for other in reached if other != step]
+        steps += f", the nearest is {min(others, key=lambda other: abs(other - step))}" if others else ""
+    why = "; ".join(sources.rejected[-5:]) or "nothing was rejected"
+    return NoCut(f"run {sources.run} has {what} that can be restored nowhere: {steps}; {why}")
 
 
 def _ranges(steps: list[int]) -> str:
@@ -85,8 +118,11 @@ def _ranges(steps: list[int]) -> str:
     return ", ".join(f"{start}" if start == stop else f"{start} to {stop}" for start, stop in zip(starts, stops, strict=True))
 
 
-_SENSELESS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError, MemoryError)
+SENSELESS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError, MemoryError)
 """What a record that is whole, but says what nobody would write, may raise deep inside torch: it is rejected like a damaged one."""
+
+UNUSABLE = (AdacheckError, BackendError, FormatError, *SENSELESS)
+"""What reading a source may raise, if it cannot be used."""
 
 
 def _check_opaque(cut: Cut) -> None:
@@ -99,79 +135,16 @@ def _check_opaque(cut: Cut) -> None:
         opaque.decode(content)
 
 
-def _read(sources: Sources, choice: Choice, offers: list[Offer]) -> tuple[Cut | None, list[Offer]]:
-    """Try the sources of a choice in order; gives the cut, or the offers that are left without what was found bad."""
-    for offer in choice.sources[0]:
-        try:
-            if offer.kind is Kind.NVME:
-                cut = read_nvme(sources, choice.step)
-            else:
-                cut = read_object(sources.objects, next(full for full in sources.fulls if full.folder == offer.source))
-            _check_opaque(cut)
-            return cut, offers
-        except (AdacheckError, BackendError, FormatError, *_SENSELESS) as error:
-            sources.rejected.append(f"cut {choice.step} from {offer.source}: {error}")
-            _log.warning("rejected: cut %d from %s: %s", choice.step, offer.source, error)
-            offers = without(offers, offer, choice.step, error)
-    return None, offers
-
-
 def read_nvme(sources: Sources, step: int) -> Cut:
-    """Rebuild a cut from an NVMe copy: bases, then increments, through the same code that moves a shadow.
-
-    Raises:
-        DamagedCut: bytes are missing or wrong (`step` of the error: which increment's).
-        ReplayRefused: gradients were recorded with a kernel that cannot be had here.
-    """
+    """Rebuild a cut from an NVMe copy whole. Raises as `NvmeReader.states`."""
     found, nvme = sources.scan, sources.nvme
     assert found is not None and nvme is not None
-    generation = found.chain.generation
-    shadow: dict[int, State] = {}
-    for number, base in found.bases.items():
-        key = keys.base(generation, number, base.step)
-
-        def read_base(segment: Segment, key: str = key) -> bytes:
-            return read_verified(nvme, slot_key(key, segment.slot), segment)
-
-        try:
-            shadow[number] = load_state(f"base at step {base.step}", base.spec, base.segments, base.digest, read_base)
-        except DamagedCut as error:
-            raise DamagedCut(str(error), base.step) from error  # no cut of this copy can be read without it
-    applier, replayed = Applier(shadow), dict[int, int]()
-    inexact = False
-    for at, states in applicable(found.copy, step):
-        increment = found.increments[at]
-        applied = applier.apply(increment, _increment_reader(nvme, generation, at), states)
-        inexact |= any(not compared.equal for compared in applied.compared)
-        for gradient in increment.gradients:
-            if gradient.state in states:
-                replayed[gradient.state] = replayed.get(gradient.state, 0) + 1
-    items = _opaque(sources, step)
-    if inexact:
+    reader = NvmeReader(nvme, found, step)
+    states = reader.states(reader.specs)
+    items = reader.opaque()
+    if reader.inexact:
         _log.warning("the cut at step %d is inexact: a comparison on the way to it found other bytes in the trainer", step)
-    return Cut(step, nvme.name, Kind.NVME, shadow, items, found.chain.certificates, replayed)
-
-
-def _increment_reader(nvme: Backend, generation: int, step: int) -> ReadSegment:
-    key = keys.increment(generation, step)
-
-    def read(segment: Segment) -> bytes:
-        try:
-            return read_verified(nvme, slot_key(key, segment.slot), segment)
-        except DamagedCut as error:
-            raise DamagedCut(str(error), step) from error
-
-    return read
-
-
-def _opaque(sources: Sources, step: int) -> dict[str, bytes]:
-    found, nvme = sources.scan, sources.nvme
-    assert found is not None and nvme is not None
-    read = _increment_reader(nvme, found.chain.generation, step)
-    items: dict[str, bytes] = {}
-    for segment in found.increments[step].opaque:
-        items[segment.tensor] = items.get(segment.tensor, b"") + read(segment)
-    return items
+    return Cut(step, nvme.name, Kind.NVME, states, items, found.chain.certificates, reader.replayed)
 
 
 def read_object(objects: Backend, entry: FullEntry) -> Cut:

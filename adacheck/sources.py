@@ -46,6 +46,10 @@ class Sources:
         found += [Offer(full.folder, Kind.OBJECT, frozenset([full.step])) for full in reversed(self.fulls)]
         return found
 
+    def full(self, offer: Offer) -> FullEntry:
+        """The full checkpoint that an offer of the object tier stands for."""
+        return next(full for full in self.fulls if full.folder == offer.source)
+
 
 def gather(run: str, objects: Backend, nvme: Backend | None) -> Sources:
     """Look at every source of a run; reads records only, those on NVMe as they are at one moment.

@@ -7,12 +7,10 @@ record that makes it right is written.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Container
 from dataclasses import dataclass
 from itertools import count
 from math import prod
-from pathlib import Path
 
 from adacheck import incarnations
 from adacheck.backends.base import Backend, Created, Expect
@@ -33,12 +31,10 @@ from adacheck.manifests import keys
 from adacheck.manifests.encoding import decode, encode
 from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Chain, Fork, Incarnation
-from adacheck.nvme_directory import CHAIN, GENERATION, check_nvme_run, nvme_path
+from adacheck.nvme_directory import CHAIN, GENERATION, check_nvme_run, note_trained, nvme_path, trained_here
 from adacheck.recovery import Cut, Sources, gather, read_newest
 
 _log = logging.getLogger("adacheck")
-
-_opened: dict[Path, tuple[int, Backend]] = {}
 
 
 @dataclass
@@ -56,7 +52,7 @@ class Start:
         if self.nvme is not None:
             self.nvme.close()
             if (path := nvme_path(self.config, self.sources.run)) is not None:
-                _opened.pop(path, None)
+                note_trained(path, None)
 
 
 def take(config: StoreConfig, objects: Backend) -> Start:
@@ -80,14 +76,8 @@ def take(config: StoreConfig, objects: Backend) -> Start:
             nvme.close()
         raise
     if nvme is not None and (path := nvme_path(config, run)) is not None:
-        _opened[path] = (os.getpid(), nvme)
+        note_trained(path, nvme)
     return Start(config, objects, nvme, incarnation, sources)
-
-
-def opened_here(path: Path) -> Backend | None:
-    """The backend of a chain's directory that a trainer of this process has open."""
-    pid, nvme = _opened.get(path, (0, None))
-    return nvme if pid == os.getpid() else None
 
 
 def _run_of(config: StoreConfig, objects: Backend) -> str:
@@ -103,7 +93,7 @@ def _open_nvme(config: StoreConfig, run: str) -> LmdbBackend | None:
     try:
         return LmdbBackend(path)
     except Busy as error:
-        hint = "; in a notebook, call close() on the earlier checkpointer or restart the kernel" if path in _opened else ""
+        hint = "; in a notebook, call close() on the earlier checkpointer or restart the kernel" if trained_here(path) is not None else ""
         raise StoreBusy(f"run {run} is being trained on this host already: {error}{hint}") from error
     except Damaged as error:
         aside = next(name for at in count(1) if not (name := path.with_name(f"{path.name}.damaged-{at}")).exists())

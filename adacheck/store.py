@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from adacheck import incarnations, recovery
 from adacheck.backends.base import Backend
-from adacheck.backends.lmdb_directory import DATA_FILE
-from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.registry import open_backend
 from adacheck.backends.wrappers import Limited, Retrying
 from adacheck.capture.inventory import Models, Optimizers, take_inventory
@@ -20,8 +17,13 @@ from adacheck.config import StoreConfig, parse
 from adacheck.errors import ConfigError
 from adacheck.install import Stateful
 from adacheck.keeper.protocol import Kind
-from adacheck.nvme_directory import check_nvme_run, nvme_path
-from adacheck.start import opened_here
+from adacheck.reading import open_sources
+from adacheck.sources import Sources
+
+if TYPE_CHECKING:
+    from adacheck.reader import CutReader
+
+_log = logging.getLogger("adacheck")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +85,28 @@ class Store:
         return Checkpointer(self, take_inventory(model, optimizer), extra or {})
 
     def steps(self) -> list[RestorePoint]:
-        """Every cut that can be restored now, oldest first; looks at records only, and works beside a running trainer."""
-        run = incarnations.read_run(self.objects)
-        check_nvme_run(self.config, run.run if run else None)
-        if run is None:
-            return []
-        with _reading(self.config, run.run) as nvme:
-            sources = recovery.gather(run.run, self.objects, nvme)
-            return restore_points(sources)
+        """Every cut that can be restored now, oldest first; looks at records only, and works beside a running trainer.
+
+        What cannot be read is left out and logged.
+
+        Raises:
+            ForeignRun: the NVMe directory belongs to another run.
+            DamagedCut: the run's identity or its fork table cannot be read.
+        """
+        with open_sources(self.config, self.objects) as sources:
+            for line in sources.rejected if sources else ():
+                _log.warning("not listed: %s", line)
+            return restore_points(sources) if sources else []
+
+    def reader(self, step: int | Literal["latest"] | None = None) -> CutReader:
+        """A `torch.distributed.checkpoint.StorageReader` of the cut at `step`, or of the newest: `dcp.load(state, storage_reader=...)`.
+
+        Raises:
+            NoCut: there is no such cut; names the nearest.
+        """
+        from adacheck.reader import CutReader  # torch.distributed.checkpoint takes a while to import, and few need it
+
+        return CutReader(self.config, self.objects, None if step == "latest" else step)
 
     def close(self) -> None:
         """Close the object tier. Checkpointers are closed first, by their own `close()`."""
@@ -103,7 +119,7 @@ class Store:
         self.close()
 
 
-def restore_points(sources: recovery.Sources) -> list[RestorePoint]:
+def restore_points(sources: Sources) -> list[RestorePoint]:
     """What the sources offer, as a list of cuts."""
     tiers: dict[int, set[str]] = {}
     for offer in sources.offers():
@@ -114,16 +130,3 @@ def restore_points(sources: recovery.Sources) -> list[RestorePoint]:
         RestorePoint(step, tuple(sorted(tiers[step])), True, status.get(step) == "proven", status.get(step) != "inexact")
         for step in sorted(tiers)
     ]
-
-
-@contextmanager
-def _reading(config: StoreConfig, run: str) -> Iterator[Backend | None]:
-    """The NVMe copy opened for reading, `None` where there is none. LMDB is open once in a process: a trainer's of this one is shared."""
-    path = nvme_path(config, run)
-    if path is None or not (path / DATA_FILE).exists():
-        yield None
-    elif (shared := opened_here(path)) is not None:
-        yield shared
-    else:
-        with LmdbBackend(path, create=False, read_only=True) as backend:
-            yield backend

@@ -102,7 +102,7 @@ def unlisted(manifest: Full) -> Iterator[str]:
 
 def unlike_its_tensors(manifest: Full) -> str | None:
     """A state whose digest is not that of the tensors listed for it."""
-    held = {(held.state, held.tensor): held.digest for shard in manifest.shards for held in shard.tensors}
+    held = {(held.state, held.tensor): tensor_digest(held.digests) for shard in manifest.shards for held in shard.tensors}
     for at, (spec, wanted) in enumerate(zip(manifest.states, manifest.digests, strict=True)):
         if state_digest(spec, [held.get((at, tensor.name), tensor_digest([])) for tensor in spec.tensors]) != wanted:
             return f"the digest of state {at} ({spec.fqn}) is not that of its tensors"

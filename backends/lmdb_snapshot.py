@@ -9,36 +9,40 @@ from typing import Any
 from adacheck.backends.base import Backend, Created, Exists, Expect, Item, Parts, Stat, Traits, check_key
 from adacheck.backends.errors import Denied, NotFound
 
-Translated = Callable[[str], AbstractContextManager[None]]
+Reading = Callable[[str], AbstractContextManager[None]]
 
 
 class LmdbSnapshot(Backend):
     """The store as one read transaction sees it; made by `LmdbBackend.snapshot`, used from the thread that made it."""
 
-    def __init__(self, name: str, traits: Traits, transaction: Any, translated: Translated) -> None:
+    def __init__(self, name: str, traits: Traits, transaction: Any, reading: Reading) -> None:
         self.name, self.traits = name, traits
-        self._transaction, self._translated = transaction, translated
+        self._transaction, self._reading = transaction, reading
 
     def get(self, key: str, byte_range: tuple[int, int] | None = None) -> bytes:
         """As `Backend.get`."""
-        value = self._value(key)
-        if value is None:
-            raise NotFound(f"{self.name} has no object {key!r}")
-        return bytes(value) if byte_range is None else bytes(value[byte_range[0] : byte_range[1]])
+        with self._reading(f"read {key!r}"):
+            value = self._transaction.get(check_key(key).encode())
+            if value is None:
+                raise NotFound(f"{self.name} has no object {key!r}")
+            return bytes(value) if byte_range is None else bytes(value[byte_range[0] : byte_range[1]])
 
     def stat(self, key: str) -> Stat | None:
         """As `Backend.stat`."""
-        value = self._value(key)
-        return None if value is None else Stat(len(value), 0.0)
+        with self._reading(f"read {key!r}"):
+            value = self._transaction.get(check_key(key).encode())
+            return None if value is None else Stat(len(value), 0.0)
 
     def list(self, prefix: str) -> Iterator[str]:
         """As `Backend.list`."""
-        with self._translated(f"list {prefix!r}"):
+        with self._reading(f"list {prefix!r}"):
             cursor = self._transaction.cursor()
             found = cursor.set_range(prefix.encode()) if prefix else cursor.first()
+            keys = []
             while found and bytes(cursor.key()).startswith(prefix.encode()):
-                yield bytes(cursor.key()).decode()
+                keys.append(bytes(cursor.key()).decode())
                 found = cursor.next()
+        yield from keys
 
     def put(self, key: str, parts: Parts, *, exclusive: bool = False) -> Created | Exists:
         """Refused."""
@@ -54,8 +58,3 @@ class LmdbSnapshot(Backend):
 
     def close(self) -> None:
         """Nothing: it ends with the `with` that made it."""
-
-    def _value(self, key: str) -> Any:
-        name = check_key(key).encode()
-        with self._translated(f"read {key!r}"):
-            return self._transaction.get(name)

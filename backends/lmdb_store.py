@@ -139,9 +139,22 @@ class LmdbBackend(Backend):
 
     @contextmanager
     def snapshot(self) -> Iterator[Backend]:
-        """The store as it is now, whatever another process writes meanwhile. Pages are not reused until it ends: keep it short."""
-        with self._gate.call(), self._translated("read"), self._env.begin(buffers=True) as transaction:
-            yield LmdbSnapshot(self.name, self.traits, transaction, self._translated)
+        """The store as it is now, whatever is written meanwhile. Pages are not reused until it ends: keep it short.
+
+        It does not keep the backend open: after `close()` it raises as the backend does.
+        """
+        with self._reading("begin to read"):
+            transaction = self._env.begin(buffers=True)
+        try:
+            yield LmdbSnapshot(self.name, self.traits, transaction, self._reading)
+        finally:
+            transaction.abort()  # nothing, where closing the environment has ended it
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Around one read: `close()` waits for it, errors are this project's."""
+        with self._gate.call(), self._translated(what):
+            yield
 
     def close(self) -> None:
         """As `Backend.close`; waits for calls of other threads, those that write included."""

@@ -265,12 +265,12 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class ShardTensor:
-    """One tensor in a shard: `key` in the file, `state` as a position in `Full.states`, and the two-level `digest` of its bytes."""
+    """One tensor in a shard: `key` in the file, `state` as a position in `Full.states`, and the digest of each canonical segment."""
 
     key: str
     state: int
     tensor: str
-    digest: bytes
+    digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ def test_a_sample_is_a_share_of_all_keys_and_differs_by_seed() -> None:
     [
         (["fil:///data/run"], "did you mean 'file'?"),
         (["/data/run"], "has no scheme"),
-        (["s3://bucket/run"], "needs nvme=DIR"),
+        (["s3://bucket/run?nvme=relative"], "is relative"),
         (["file:///data/run?ful_every=3"], "did you mean 'full_every'?"),
         (["file:///data/run", "--read-data-subset", "10"], "write 10%"),
         (["file:///data/run", "--read-data-subset", "0%"], "write 10%"),

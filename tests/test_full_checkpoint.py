@@ -22,9 +22,9 @@ from adacheck.backends.memory import MemoryBackend
 from adacheck.backends.object_store import ObjectStore
 from adacheck.capture.opaque import encode
 from adacheck.digest import digest
-from adacheck.errors import DamagedCut, StateMismatch, UnsupportedTensor
+from adacheck.errors import DamagedCut, UnsupportedTensor
 from adacheck.full_checkpoint import CutId, StateSource, opaque_object, write_full
-from adacheck.full_reader import WINDOW_BYTES, read_full
+from adacheck.full_reader import WINDOW_BYTES, Rows, read_full
 from adacheck.manifests import encoding, keys
 from adacheck.manifests.record import FullEntry, StateSpec, TensorSpec
 from adacheck.safetensors_shard import header_bytes, places
@@ -396,15 +396,34 @@ def test_manifest_is_written_last() -> None:
     assert order[-2:] == ["opaque.msgpack", "manifest.msgpack"] and all(name.startswith("shard-") for name in order[:-2])
 
 
-def test_read_into_a_strided_tensor_and_a_wrong_one() -> None:
-    backend, states = MemoryBackend(), model()
-    reader = read_full(backend, write(backend, states))
-    target = torch.zeros(5, 3).t()
-    reader.read_into(1, "param", target)
-    assert torch.equal(target, states[1].tensors["param"])
-    for wrong in (torch.zeros(5, 3), torch.zeros(3, 5, dtype=torch.float64)):
-        with pytest.raises(StateMismatch, match=r"param of block\.weight"):
-            reader.read_into(1, "param", wrong)
+class Counting(MemoryBackend):
+    """Counts the bytes that are read of shards."""
+
+    read_bytes = 0
+
+    def get(self, key: str, byte_range: tuple[int, int] | None = None) -> bytes:
+        content = super().get(key, byte_range)
+        self.read_bytes += len(content) if key.endswith(".safetensors") else 0
+        return content
+
+
+def test_rows_are_read_and_checked_without_the_rest_of_their_tensor() -> None:
+    whole = torch.arange(12 << 20, dtype=torch.float32).reshape(-1, 1 << 10)  # 48 MiB: 12 segments, 6 windows
+    backend = Counting()
+    entry = write(backend, [state(0, "w", {"param": whole}), state(1, "point", {"param": torch.tensor(3.0)})])
+    reader = read_full(backend, entry)
+    for start, stop in ((0, 1), (5000, 5001), (2047, 2050), (12287, 12288), (0, 0)):
+        assert torch.equal(reader.rows(0, Rows("param", start, stop)), whole[start:stop])
+    assert backend.read_bytes < 5 * WINDOW_BYTES + 1000, "one window for each segment, and the header"
+    assert reader.rows(1, Rows("param", 0, 1)) == 3.0
+    key = f"{entry.folder}/shard-00001-of-00001.safetensors"
+    content = bytearray(backend.get(key))
+    content[len(content) // 2 + (1 << 20)] ^= 1
+    backend.put(key, bytes(content))
+    reader = read_full(backend, entry)
+    assert torch.equal(reader.rows(0, Rows("param", 0, 4096)), whole[:4096])
+    with pytest.raises(DamagedCut, match=r"shard-00001-of-00001.* bytes 25165824:29360128 of model\.w"):
+        reader.rows(0, Rows("param", 6150, 6151))
 
 
 def test_opaque_object_is_one_msgpack_map() -> None:

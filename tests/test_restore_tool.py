@@ -24,15 +24,19 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+import adacheck
 from adacheck import export
 from adacheck.backends.object_store import ObjectStore
+from adacheck.errors import ConfigError
 from adacheck.export_values import loadable, summary
 from adacheck.full_checkpoint import write_full
 from adacheck.incarnations import new_run, open_run
 from adacheck.manifests import keys
-from adacheck.tools import restore
+from adacheck.reading import OBJECT_TIER_ONLY
+from adacheck.tools import fsck, restore
 from tests.damaged_store import Copy, damage
 from tests.golden.make_golden import Tiny, digests
+from tests.seaweed import BUCKET, s3_server
 from tests.test_check import contents
 from tests.test_fsck import GOLDEN
 from tests.tidy import ROOT
@@ -127,6 +131,10 @@ def test_torch_loads_the_torch_file_without_running_anything(golden: Copy, tmp_p
     model, optimizer = job()
     set_state_dict(model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optim"], options=FLAT)
     assert digests(model, optimizer) == EXPECTED["11"]
+    plain_model, plain = job()
+    plain_model.load_state_dict(read["model"])
+    plain.load_state_dict(read["optimizer"])  # as a script without torch.distributed.checkpoint does
+    assert digests(plain_model, plain) == EXPECTED["11"] and plain.state_dict()["param_groups"] == read["optimizer"]["param_groups"]
     assert read["opaque"]["extra/scheduler"]["last_epoch"] == 11 and set(read["opaque"]) == {"rng", "optimizer/optim", "extra/scheduler"}
 
 
@@ -185,6 +193,23 @@ def test_wrong_addresses(golden: Copy, tmp_path: Path) -> None:
     other = run_tool(restore.main, f"file://{golden.root}/objects?nvme={foreign.parent}", *to)
     assert other.code == 8 and foreign.name in other.err
     assert not (tmp_path / "out").exists()
+
+
+def test_tools_that_read_look_at_an_s3_object_tier_alone(golden: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3_server().environment.items():
+        monkeypatch.setenv(name, value)
+    uri = f"s3://{BUCKET}/without-nvme"
+    with ObjectStore(uri) as objects, ObjectStore(f"file://{golden.root}/objects") as origin:
+        for key in origin.list(""):
+            objects.put(key, origin.get(key))
+    ended = run_tool(restore.main, uri, "--to", str(tmp_path / "out"), "--json")
+    assert (ended.code, ended.err) == (0, OBJECT_TIER_ONLY + "\n")
+    assert of(json.loads(ended.out)) == EXPECTED["8"]
+    checked = run_tool(fsck.main, uri)
+    assert (checked.code, checked.err) == (0, OBJECT_TIER_ONLY + "\n") and "newest cut: step 8" in checked.out
+    with pytest.raises(ConfigError, match="needs nvme=DIR"):
+        adacheck.Store.open(uri)
+    assert run_tool(restore.main, f"{uri}?nvme=none", "--list").err == "", "who says so is not told"
 
 
 def test_the_directory_must_be_new_or_empty(golden: Copy, tmp_path: Path) -> None:

@@ -15,11 +15,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from adacheck import config
 from adacheck.check import Check
 from adacheck.check_records import Sample
 from adacheck.finding import Finding, Severity
-from adacheck.reading import open_objects
+from adacheck.reading import open_objects, reading_config
 from adacheck.tools.exit_codes import CLEAN, OPERATIONAL, UNCORRECTED, reported, run
 
 JSON_VERSION = 1
@@ -89,7 +88,9 @@ def fsck(
     console = Console(soft_wrap=True)
     findings: list[Finding] = []
     with reported(nothing=OPERATIONAL):
-        parsed = config.parse(uri, {})
+        parsed, unseen = reading_config(uri)
+        if unseen:
+            typer.echo(unseen, err=True)
         with open_objects(parsed) as reading:
             check = Check(parsed, reading.objects, sample, reading.stale_uploads)
             for finding in check.findings():

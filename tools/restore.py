@@ -25,18 +25,16 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from adacheck import config, recovery
-from adacheck.backends.lmdb_store import LmdbBackend
+from adacheck import recovery
 from adacheck.backends.local_files import LocalFiles
 from adacheck.config import StoreConfig
 from adacheck.errors import ConfigError, NoCut
 from adacheck.export import Export, Format, rename, write
 from adacheck.full_checkpoint import CutId
-from adacheck.incarnations import read_run
-from adacheck.nvme_directory import GENERATION, check_nvme_run, nvme_path
-from adacheck.reading import open_objects
+from adacheck.nvme_directory import GENERATION
+from adacheck.reading import open_objects, open_sources, reading_config
 from adacheck.recovery import Cut
-from adacheck.sources import Sources, gather
+from adacheck.sources import Sources
 from adacheck.store import RestorePoint, restore_points
 from adacheck.tools.exit_codes import UNCORRECTED, reported, run
 
@@ -51,17 +49,10 @@ def sources_of(store: StoreConfig) -> Iterator[Sources]:
         NoCut: there is no run.
         ForeignRun: the NVMe directory belongs to another run.
     """
-    with open_objects(store) as reading:
-        found = read_run(reading.objects)
-        check_nvme_run(store, found.run if found else None)
-        if found is None:
+    with open_objects(store) as reading, open_sources(store, reading.objects) as sources:
+        if sources is None:
             raise NoCut(f"there is no run at {store.address}; check the address")
-        path = nvme_path(store, found.run)
-        if path is None or not path.is_dir():
-            yield gather(found.run, reading.objects, None)
-            return
-        with LmdbBackend(path, create=False, read_only=True) as nvme, nvme.snapshot() as moment:
-            yield gather(found.run, reading.objects, moment)
+        yield sources
 
 
 def read_cut(sources: Sources, step: int | None) -> tuple[Cut, CutId]:
@@ -178,10 +169,14 @@ def restore(
     if not list_ and to is None:
         raise typer.BadParameter("give --to DIR, or --list")
     with reported(nothing=UNCORRECTED):
-        store = config.parse(uri, {})
+        store, note = reading_config(uri)
+        if note:
+            typer.echo(note, err=True)
         if list_:
             with sources_of(store) as sources:
                 points, run_name = restore_points(sources), sources.run
+                for line in sources.rejected:
+                    typer.echo(f"not listed: {line}", err=True)
             show_points(points, run_name, as_json)
             if not points:
                 raise NoCut(f"run {run_name} has no cut that can be restored")

@@ -101,7 +101,7 @@ GOLDEN: dict[str, Record] = {
         1_000_000,
         (_WEIGHT, _BUFFER),
         (bytes(range(32)), bytes(32)),
-        (Shard("shard-00001-of-00001.safetensors", 512, bytes(32), (ShardTensor("model.w", 0, "param", bytes(32)),)),),
+        (Shard("shard-00001-of-00001.safetensors", 512, bytes(32), (ShardTensor("model.w", 0, "param", (bytes(32),)),)),),
         (_segment("rng", 0),),
         (_CERTIFICATE,),
     ),

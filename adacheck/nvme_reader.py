@@ -1,0 +1,136 @@
+"""Rebuilds states of a cut from an NVMe copy: bases, then increments, through the same code that moves a shadow.
+
+Which states a cut has is known from records alone, so whoever needs few of them reads and replays only those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from adacheck.backends.base import Backend
+from adacheck.errors import DamagedCut
+from adacheck.full_reader import Rows, rows_of
+from adacheck.keeper.apply import Applier, ReadSegment, load_state
+from adacheck.keeper.protocol import applicable
+from adacheck.keeper.replay import batches
+from adacheck.keeper.scan import Scan
+from adacheck.keeper.stored import read_verified, slot_key
+from adacheck.kernel import environment, refusal
+from adacheck.manifests import keys
+from adacheck.manifests.record import Kernel, Segment, StateSpec
+from adacheck.states import State, spec_bytes
+
+BATCH_BYTES = 64 << 20
+"""States that are rebuilt together when they are handed on one by one: at most so many bytes, or one state."""
+
+
+class NvmeReader:
+    """The cut at `step` of an NVMe copy that reaches it. Use it from one thread.
+
+    Attributes:
+        specs: every state of the cut, by number; `scalars` are those before what is replayed.
+        replayed: increments replayed per state so far.
+        inexact: whether a comparison on the way found other bytes in the trainer.
+    """
+
+    def __init__(self, nvme: Backend, found: Scan, step: int) -> None:
+        self._nvme, self._found, self.step = nvme, found, step
+        self._todo = applicable(found.copy, step)
+        self.specs = self._specs()
+        self.replayed: dict[int, int] = {}
+        self.inexact = False
+
+    @property
+    def name(self) -> str:
+        """Where it reads, for people."""
+        return self._nvme.name
+
+    def refused(self) -> str | None:
+        """Why the gradients of this cut cannot be replayed here, `None` if they can."""
+        reasons = (refusal(kernel, environment()) for kernel in self._kernels())
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def states(self, wanted: Collection[int]) -> dict[int, State]:
+        """These states at the cut, in fresh CPU tensors.
+
+        Raises:
+            DamagedCut: bytes are missing or wrong (`step` of the error: which increment's).
+            ReplayRefused: gradients were recorded with a kernel that cannot be had here.
+        """
+        wanted = frozenset(wanted)
+        applier = Applier({number: self._base(number) for number in self._found.bases if number in wanted})
+        for at, states in self._todo:
+            increment = self._found.increments[at]
+            applied = applier.apply(increment, self._read(at), states & wanted)
+            self.inexact |= any(not compared.equal for compared in applied.compared)
+            for gradient in increment.gradients:
+                if gradient.state in states & wanted:
+                    self.replayed[gradient.state] = self.replayed.get(gradient.state, 0) + 1
+        return applier.shadow
+
+    def read(self, wanted: Mapping[int, Sequence[Rows]]) -> Iterator[tuple[int, list[torch.Tensor], Mapping[str, object]]]:
+        """Parts of states, by number: the rows asked for, and the optimizer's entries that are no tensors.
+
+        Memory: one batch of whole states, rebuilt also where few of their rows are asked for. Raises as `states`.
+        """
+        for batch in batches(sorted(wanted), lambda number: sum(spec_bytes(tensor) for tensor in self.specs[number].tensors), BATCH_BYTES):
+            states = self.states(batch)
+            for number in batch:
+                state = states[number]
+                yield number, [rows_of(state.tensors[rows.tensor], rows) for rows in wanted[number]], state.scalars
+
+    def opaque(self, prefix: str = "") -> dict[str, bytes]:
+        """The opaque items of the cut whose names begin so, encoded, by name.
+
+        Raises:
+            DamagedCut: bytes are missing or wrong.
+        """
+        read = self._read(self.step)
+        items: dict[str, bytes] = {}
+        for segment in self._found.increments[self.step].opaque:
+            if segment.tensor.startswith(prefix):
+                items[segment.tensor] = items.get(segment.tensor, b"") + read(segment)
+        return items
+
+    def _specs(self) -> dict[int, StateSpec]:
+        specs = {number: base.spec for number, base in self._found.bases.items()}
+        for at, states in self._todo:
+            increment = self._found.increments[at]
+            specs.update({value.spec.state: value.spec for value in increment.values if value.spec.state in states and not value.unchanged})
+            for number in states.intersection(increment.removed):
+                specs.pop(number, None)
+        return specs
+
+    def _kernels(self) -> set[Kernel]:
+        """Every kernel that must be replayed on the way to the cut."""
+        found: set[Kernel] = set()
+        for at, states in self._todo:
+            increment = self._found.increments[at]
+            replayed = states - {value.spec.state for value in increment.values}
+            found |= {increment.events[gradient.event].kernel for gradient in increment.gradients if gradient.state in replayed}
+        return found
+
+    def _base(self, number: int) -> State:
+        base = self._found.bases[number]
+        key = keys.base(self._found.chain.generation, number, base.step)
+
+        def read(segment: Segment) -> bytes:
+            return read_verified(self._nvme, slot_key(key, segment.slot), segment)
+
+        try:
+            return load_state(f"base at step {base.step}", base.spec, base.segments, base.digest, read)
+        except DamagedCut as error:
+            raise DamagedCut(str(error), base.step) from error  # no cut of this copy can be read without it
+
+    def _read(self, step: int) -> ReadSegment:
+        key = keys.increment(self._found.chain.generation, step)
+
+        def read(segment: Segment) -> bytes:
+            try:
+                return read_verified(self._nvme, slot_key(key, segment.slot), segment)
+            except DamagedCut as error:
+                raise DamagedCut(str(error), step) from error
+
+        return read
