@@ -38,7 +38,8 @@ def newest_cut(sources: Sources, bad: Collection[str]) -> NewestCut | None:
 def _fault(sources: Sources, offer: Offer, step: int, bad: Collection[str]) -> DamagedCut | None:
     """What a restore of `step` from this source would stumble over."""
     if offer.kind is Kind.OBJECT:
-        return DamagedCut(offer.source) if any(name.startswith(f"{offer.source}/") for name in bad) else None
+        needed = (name for name in bad if name != keys.history_copy(offer.source))
+        return DamagedCut(offer.source) if any(name.startswith(f"{offer.source}/") for name in needed) else None
     assert sources.scan is not None
     generation = sources.scan.chain.generation
     for state, base in sources.scan.bases.items():

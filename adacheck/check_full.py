@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import blake3
 import msgpack
 
+from adacheck.check_history import check_copy
 from adacheck.check_records import Consequence, Look
 from adacheck.digest import digest
 from adacheck.errors import DamagedCut
@@ -33,11 +34,12 @@ def _consequence(entry: FullEntry) -> Consequence:
 
 
 def check_contents(look: Look, entry: FullEntry, manifests: Manifests) -> None:
-    """Check the shards and the opaque items of a full checkpoint whose manifest is intact."""
+    """Check the shards, the opaque items and the history of a full checkpoint whose manifest is intact."""
     manifest, consequence = manifests[entry.folder], _consequence(entry)
     for shard in manifest.shards:
         _check_shard(look, f"{entry.folder}/{shard.name}", shard, manifests, consequence)
     _check_opaque(look, keys.opaque(entry.folder), entry.folder, manifests, consequence)
+    check_copy(look, entry.folder, manifests)
 
 
 def check_manifest(look: Look, entry: FullEntry, run: str | None, others: Mapping[bytes, str]) -> Full | None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from adacheck.check_history import check_chunks
 from adacheck.check_records import Consequence, Look
 from adacheck.digest import state_digest, tensor_digest
+from adacheck.errors import DamagedCut
 from adacheck.finding import Kind, note
 from adacheck.keeper.cut import ForkEntry, is_live
 from adacheck.keeper.stored import slot_key
@@ -21,6 +23,7 @@ from adacheck.manifests.chain import Problem, check_segment
 from adacheck.manifests.encoding import decode
 from adacheck.manifests.record import Base, Chain, Incarnation, Increment, Linked, Segment
 from adacheck.nvme_directory import CHAIN, GENERATION
+from adacheck.planes import unpack
 
 _SLOTS = (keys.Kind.INCREMENT_SLOT, keys.Kind.BASE_SLOT, keys.Kind.STAGED_SLOT)
 _AGAIN = "a restart makes a new copy from the newest full checkpoint; until then restore from the object tier"
@@ -75,6 +78,7 @@ def check_records(look: Look, run: str, forks: Collection[ForkEntry], known: Map
         _check_bases(look, found, found.chain)
         _check_staged(look, found, found.chain)
         _check_increments(look, found, found.chain, forks)
+        check_chunks(look, run, found.names, logged=bool(found.increments))
     return found
 
 
@@ -188,9 +192,19 @@ def check_slots(look: Look, found: CopyRecords) -> None:
             if _right_length(look, slot, segment, names) and not look.sample.has(slot):
                 continue
             elsewhere = elsewhere or {s.digest: slot_key(k, s.slot) for k, _, some in found.described() for s in some}
-            problem = check_segment(step, segment, look.get(slot), elsewhere)
+            content = look.get(slot)
+            problem = check_segment(step, segment, content, elsewhere) or _not_unpacked(step, segment, content)
             if problem is not None and look.get(key) == found.contents[key]:  # else it was dropped or replaced meanwhile
                 look.damage(slot, problem, _slot_consequence(key, found))
+
+
+def _not_unpacked(step: int, segment: Segment, content: bytes | None) -> Problem | None:
+    """What is wrong with bytes that have the right digest, if they cannot be unpacked: no writer of this project stored them."""
+    try:
+        unpack(segment, content or b"")
+    except DamagedCut as error:
+        return Problem(Fault.MALFORMED, step, f"bytes of codec {segment.codec}", str(error))
+    return None
 
 
 def _right_length(look: Look, slot: str, segment: Segment, names: Collection[str]) -> bool:

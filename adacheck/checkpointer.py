@@ -299,7 +299,7 @@ class Checkpointer:
         self._writer.seal()
         if draft.values or draft.removed:
             self._schedule = None
-        keeper.submit(replace(draft, committed=progress.committed, durable=progress.durable))
+        keeper.submit(replace(draft, committed=progress.committed, durable=progress.durable, blocked_us=round(self._blocked_s * 1e6)))
         certifying = 2 * len(draft.comparable) > len(draft.gradients)
         self._keep_pace(keeper, CERTIFYING_STEPS_MAX if certifying else max(self._config.log_steps // 2, CERTIFYING_STEPS_MAX))
 

@@ -87,6 +87,7 @@ def write_full(
     opaque: Sequence[tuple[str, bytes]],
     *,
     certificates: tuple[Certificate, ...] = (),
+    history: bytes = b"",
     identity: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> FullEntry:
@@ -97,6 +98,7 @@ def write_full(
     Args:
         sources: every state of the cut; several with one name are chunks of one global tensor.
         opaque: names and contents of the opaque items.
+        history: the run's so far, for reports; no object if empty.
         identity: id of this attempt, `new_id()` by default.
         shard_bytes: target size of a shard.
 
@@ -115,11 +117,12 @@ def write_full(
     shards = tuple(_write_shard(backend, folder, keys.shard_name(at, len(plan)), held) for at, held in enumerate(plan, start=1))
     content, segments = opaque_object(opaque)
     _put(backend, keys.opaque(folder), content, len(content))
+    copied = _put_history(backend, folder, history)
     digests = _state_digests(cut, sources, tensors)
-    full = Full(cut.run, cut.generation, cut.incarnation, cut.step, specs, digests, shards, segments, certificates)
+    full = Full(cut.run, cut.generation, cut.incarnation, cut.step, specs, digests, shards, segments, copied, certificates)
     manifest = encoding.encode(full)
     _put(backend, keys.manifest(folder), manifest, len(manifest))
-    size_bytes = sum(shard.size_bytes for shard in shards) + len(content) + len(manifest)
+    size_bytes = sum(shard.size_bytes for shard in shards) + len(content) + len(history) + len(manifest)
     finite = all(tensor.finite for tensor in tensors)
     return FullEntry(cut.incarnation, cut.step, folder, digest(manifest), size_bytes, "pending", finite)
 
@@ -220,6 +223,13 @@ def _put(backend: Backend, key: str, parts: Parts, size_bytes: int) -> None:
     if stat is None or stat.size_bytes != size_bytes:
         found = "no object" if stat is None else f"{stat.size_bytes} bytes"
         raise DamagedCut(f"{key}: {size_bytes} bytes were written, {backend.name} has {found}; the upload must be tried again")
+
+
+def _put_history(backend: Backend, folder: str, history: bytes) -> tuple[Segment, ...]:
+    if not history:
+        return ()
+    _put(backend, keys.history_copy(folder), history, len(history))
+    return (Segment("history", 0, len(history), "raw", 1.0, 0, len(history), digest(history)),)
 
 
 def opaque_object(items: Sequence[tuple[str, bytes]]) -> tuple[bytes, tuple[Segment, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from adacheck import incarnations
+from adacheck import history, incarnations
 from adacheck.backends.base import Created, Expect
 from adacheck.errors import Superseded
 from adacheck.keeper.cut import NO_CUT
@@ -68,4 +68,5 @@ def begin_generation(start: Start, old: ChainState, step: int) -> ChainState:
         old.certifier,
         proof,
         (incarnation, (*old.identity[1], fork)),
+        history.resumed(old.history, name.incarnation),
     )

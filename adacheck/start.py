@@ -18,6 +18,7 @@ from adacheck.backends.errors import Busy, Damaged, NotFound
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.config import StoreConfig
 from adacheck.errors import StoreBusy, Superseded
+from adacheck.history_sources import resume
 from adacheck.keeper.assembly import ChainName
 from adacheck.keeper.certify import Certifier, certificates, reused
 from adacheck.keeper.cut import NO_CUT, ForkEntry, bring_in, proven_since
@@ -155,7 +156,8 @@ def bring_copies_in(start: Start, cut: Cut | None) -> ChainState:
     tensors = {number: [(t.name, prod(t.shape)) for t in state.spec.tensors] for number, state in shadow.items()}
     proof = begin_proof(step, tensors, unproven=not proven, since=proven_since(before))
     opaque = [] if cut is None else list(cut.opaque.items())
-    return ChainState(name, step, shadow, memory, copy, stored, link, opaque, begin(step, copies, published), certifier, proof, identity)
+    progress, history = begin(step, copies, published), resume(start.sources, name.incarnation)
+    return ChainState(name, step, shadow, memory, copy, stored, link, opaque, progress, certifier, proof, identity, history)
 
 
 def _bring_nvme(

@@ -9,7 +9,7 @@ against the field's annotation on the way out and on the way in. A record has ex
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -24,6 +24,7 @@ from adacheck.manifests.record import (
     Chain,
     Fork,
     Full,
+    HistoryChunk,
     Incarnation,
     Increment,
     Linked,
@@ -38,7 +39,18 @@ MAGIC = b"\x89ADACHK\n"
 FORMAT_VERSION = 1
 """Version of the payloads. The header and the checksum stay as they are in every later version."""
 
-KINDS: dict[int, type[Any]] = {1: Run, 2: Incarnation, 3: Fork, 4: Version, 5: Full, 6: Chain, 7: Base, 8: Increment, 9: Linked}
+KINDS: dict[int, type[Any]] = {
+    1: Run,
+    2: Incarnation,
+    3: Fork,
+    4: Version,
+    5: Full,
+    6: Chain,
+    7: Base,
+    8: Increment,
+    9: Linked,
+    10: HistoryChunk,
+}
 """Kind number in the envelope -> class. A number is never given to another class."""
 
 R = TypeVar("R", bound=Record)
@@ -94,6 +106,17 @@ def decode(content: Buffer, kind: type[R]) -> R:
     if msgpack.packb(value) != payload:
         raise Malformed(f"{kind.__name__} is not in its one encoding: a field is doubled, or a value has a longer form than it needs")
     return record
+
+
+def split(content: Buffer) -> Iterator[memoryview]:
+    """The records of an object that holds several one after the other, not decoded; what is left if one's length cannot be right."""
+    view = memoryview(content)
+    while view:
+        size = len(view)
+        if size >= _HEADER.size:
+            size = min(size, _HEADER.size + _HEADER.unpack_from(view)[3] + DIGEST_BYTES)
+        yield view[:size]
+        view = view[size:]
 
 
 def _check_envelope(view: memoryview) -> int:

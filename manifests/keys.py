@@ -13,7 +13,7 @@ from adacheck.manifests.errors import OutOfRange
 
 
 class Kind(StrEnum):
-    """What the object under a name is. The first eight are on NVMe, the others in the object tier."""
+    """What the object under a name is. The first nine are on NVMe, the others in the object tier."""
 
     CHAIN = "chain"
     FENCE = "fence"
@@ -23,12 +23,14 @@ class Kind(StrEnum):
     BASE_SLOT = "base slot"
     STAGED = "staged state"
     STAGED_SLOT = "staged slot"
+    HISTORY = "history"
     RUN = "run"
     INCARNATION = "incarnation"
     FORK = "fork"
     VERSION = "version"
     SHARD = "shard"
     OPAQUE = "opaque"
+    HISTORY_COPY = "history copy"
     MANIFEST = "manifest"
 
 
@@ -36,7 +38,7 @@ class Kind(StrEnum):
 class Name:
     """A parsed name. Fields that its kind does not have are 0 (`id`: empty).
 
-    `id` tells attempts at one full checkpoint apart; `shard` counts from 1 to `shards`; `number` is a version's.
+    `id` tells attempts at one full checkpoint apart; `shard` counts from 1 to `shards`; `number` is a version's or a history chunk's.
     """
 
     kind: Kind
@@ -61,12 +63,14 @@ _FORMS = {
     Kind.BASE_SLOT: "g{generation}/base/{state}/s{step}/{slot}",
     Kind.STAGED: "g{generation}/full/s{step}/{state}",
     Kind.STAGED_SLOT: "g{generation}/full/s{step}/{state}/{slot}",
+    Kind.HISTORY: "history/c{number}",
     Kind.RUN: "run.msgpack",
     Kind.INCARNATION: "incarnations/i{incarnation}.msgpack",
     Kind.FORK: "forks/i{incarnation}.msgpack",
     Kind.VERSION: "versions/i{incarnation}/v{number}.msgpack",
     Kind.SHARD: _FULL + "/shard-{shard}-of-{shards}.safetensors",
     Kind.OPAQUE: _FULL + "/opaque.msgpack",
+    Kind.HISTORY_COPY: _FULL + "/history.msgpack",
     Kind.MANIFEST: _FULL + "/manifest.msgpack",
 }
 _WIDTHS = {"generation": 8, "incarnation": 8, "step": 12, "state": 6, "slot": 6, "number": 8, "shard": 5, "shards": 5}
@@ -90,6 +94,9 @@ CHAIN = _FORMS[Kind.CHAIN]
 
 FENCE = _FORMS[Kind.FENCE]
 """NVMe: the `Incarnation` record of the newest incarnation that took this copy; every transaction expects it unchanged."""
+
+HISTORY_PREFIX = "history/"
+"""NVMe: begins the names of the chunks of history."""
 
 RUN = _FORMS[Kind.RUN]
 """Object tier: the identity of the run."""
@@ -193,6 +200,11 @@ def staged_slot(generation: int, step: int, state: int, slot: int) -> str:
     return _fill(_FORMS[Kind.STAGED_SLOT], {"generation": generation, "step": step, "state": state, "slot": slot})
 
 
+def history(number: int) -> str:
+    """NVMe: one `HistoryChunk`."""
+    return _fill(_FORMS[Kind.HISTORY], {"number": number})
+
+
 def incarnation(number: int) -> str:
     """Object tier: the `Incarnation` record, taken by an exclusive put."""
     return _fill(_FORMS[Kind.INCARNATION], {"incarnation": number})
@@ -232,6 +244,11 @@ def shard_name(shard: int, shards: int) -> str:
 def opaque(folder: str) -> str:
     """Object tier: the opaque items of a full checkpoint."""
     return f"{folder}/opaque.msgpack"
+
+
+def history_copy(folder: str) -> str:
+    """Object tier: the history so far, a copy of all chunks one after the other, beside a full checkpoint."""
+    return f"{folder}/history.msgpack"
 
 
 def manifest(folder: str) -> str:

@@ -285,7 +285,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Manifest of a full checkpoint: every byte of the cut at `step`. `opaque` is the object beside it, in one segment an item."""
+    """Manifest of a full checkpoint: every byte of the cut at `step`. `opaque` is the object beside it, in one segment an item.
+
+    `history` is one segment for the copy of the run's history, or none; no restore needs it.
+    """
 
     run: str
     generation: int
@@ -295,6 +298,7 @@ class Full:
     digests: tuple[bytes, ...]
     shards: tuple[Shard, ...]
     opaque: tuple[Segment, ...]
+    history: tuple[Segment, ...]
     certificates: tuple[Certificate, ...]
 
 
@@ -330,5 +334,29 @@ class Version:
     link: bytes
 
 
-Record = Linked | Increment | Base | Chain | Run | Incarnation | Fork | Full | Version
+@dataclass(frozen=True, slots=True)
+class HistoryChunk:
+    """What is remembered of some steps of one incarnation after they have left the log, for reports: a column for each figure.
+
+    All columns are equally long; row i of each is of `steps[i]`. The figures are those that `adacheck.history.Row` explains.
+    """
+
+    run: str
+    incarnation: int
+    number: int
+    steps: tuple[int, ...]
+    unix_s: tuple[float, ...]
+    gradient_bytes: tuple[int, ...]
+    value_bytes: tuple[int, ...]
+    derived_bytes: tuple[int, ...]
+    refresh_bytes: tuple[int, ...]
+    opaque_bytes: tuple[int, ...]
+    blocked_us: tuple[int, ...]
+    acked: tuple[int, ...]
+    committed: tuple[int, ...]
+    durable: tuple[int, ...]
+    proven: tuple[int, ...]
+
+
+Record = Linked | Increment | Base | Chain | Run | Incarnation | Fork | Full | Version | HistoryChunk
 """Every record that is stored as an object of its own (an `Increment` inside its `Linked`)."""

@@ -13,7 +13,7 @@ from adacheck.backends.object_store import ObjectStore
 from adacheck.manifests import keys
 from tests.golden.make_golden import train
 
-NVME_KINDS = list(keys.Kind)[:8]
+NVME_KINDS = list(keys.Kind)[:9]
 STEPS = 11
 """The newest cut of `build`, on NVMe; the object tier has 4 and 8."""
 

@@ -21,6 +21,7 @@ from adacheck.tools.bench.all_arms import ARMS
 from adacheck.tools.bench.alone import run_alone
 from adacheck.tools.bench.arms import WholeState
 from adacheck.tools.bench.main import SMALL_JOB, app
+from adacheck.tools.bench.packing import LEVELS, measure_packing
 from adacheck.tools.bench.paired import block_order, run_paired
 from adacheck.tools.bench.rates import compare, measure_rates
 from adacheck.tools.bench.statistics import median, median_ratio, p99
@@ -134,6 +135,16 @@ def test_rates_stand_beside_what_bounds_them(tmp_path: Path) -> None:
     assert [result.part for result in found] == ["replay", "narrowing", "narrowing, clipped", "digest", "NVMe log"]
     assert all(result.bare > 0 and result.ratio is not None and result.ratio > 0 for result in found)
     assert (tmp_path / "raw").stat().st_size == 5 << 20
+
+
+def test_packing_is_measured_for_every_kind_and_level() -> None:
+    found = measure_packing(SMALL_JOB)
+    kinds = list(dict.fromkeys(result.kind for result in found))
+    assert [(result.kind, result.level) for result in found] == [(kind, level) for kind in kinds for level in LEVELS]
+    assert all(0 < result.packed_bytes <= result.unpacked_bytes and result.pack_gb_per_s > 0 < result.unpack_gb_per_s for result in found)
+    narrowed = {result.kind: result.unpacked_bytes / result.raw_bytes for result in found}
+    assert narrowed["gradient, autocast"] < 0.6 and narrowed["gradient, autocast, clipped"] < 0.6 and narrowed["gradient, fp32"] == 1.0
+    assert all(0.5 < result.ratio < 0.9 for result in found if result.kind == "gradient, autocast")
 
 
 def test_a_part_that_takes_twice_the_time_has_half_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:

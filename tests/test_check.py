@@ -24,7 +24,7 @@ from tests.damaged_store import CHANGES, NVME_KINDS, STEPS, Copy, build, damage
 from tests.tool_run import Ended, run_tool
 
 K = keys.Kind
-RAW = (K.INCREMENT_SLOT, K.BASE_SLOT, K.STAGED_SLOT, K.SHARD, K.OPAQUE)
+RAW = (K.INCREMENT_SLOT, K.BASE_SLOT, K.STAGED_SLOT, K.SHARD, K.OPAQUE, K.HISTORY_COPY)
 """Objects without an envelope: bytes of another run are other bytes, no more can be said."""
 
 WAYS = (*CHANGES, "swap", "splice")

@@ -60,7 +60,7 @@ def test_defaults_of_a_file_store() -> None:
         ("file:///d?deadline_s=nan", "is not a positive number"),
         ("file:///d?bandwidth=fast", "bandwidth='fast' is not an amount of bytes; write 500M"),
         ("file:///d?memory_budget=0", "memory_budget='0' is not an amount"),
-        ("file:///d?compress=zstd:3", "this version stores increments uncompressed"),
+        ("file:///d?compress=zstd:30", "is neither none nor zstd:LEVEL with a level from 1 to 19"),
         ("file:///d?agent=host:1", "runs the keeper in process"),
         (f"{S3}&client_kwargs={{region", "client_kwargs='{region' begins like JSON and is none"),
         (f"{S3}&part_bytes=big", "part_bytes='big' is not an amount"),

@@ -26,7 +26,7 @@ from tests.tool_run import run_tool
 
 GOLDEN = ROOT / "tests" / "golden" / "v1" / "store"
 
-NEEDED = ("blake3", "fsspec", "lmdb", "msgpack", "rich", "typer")
+NEEDED = ("blake3", "fsspec", "lmdb", "msgpack", "numpy", "rich", "typer", "zstandard")
 """What the tool needs beside the standard library, with what those need."""
 
 TRAINER = """
@@ -67,8 +67,10 @@ def report_of(out: str) -> dict[str, Any]:
     return found
 
 
-def test_the_golden_store_is_clean(golden: Copy) -> None:
-    ended = run_tool(fsck.main, golden.uri, "--read-data", "--json")
+@pytest.mark.parametrize("store", ["store", "packed"])
+def test_the_golden_store_is_clean(tmp_path: Path, store: str) -> None:
+    shutil.copytree(GOLDEN.with_name(store), tmp_path / "golden")
+    ended = run_tool(fsck.main, Copy(tmp_path / "golden").uri, "--read-data", "--json")
     report = report_of(ended.out)
     assert (ended.code, report["findings"], report["newest_cut"]["step"]) == (0, [], 11)
     assert report["checked"]["data"] == 1.0 and report["checked"]["read_bytes"] > 50_000

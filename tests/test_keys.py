@@ -27,12 +27,14 @@ FIELDS: dict[Kind, dict[str, st.SearchStrategy[Any]]] = {
     Kind.BASE_SLOT: {"generation": LONG, "state": SHORT, "step": STEPS, "slot": SHORT},
     Kind.STAGED: {"generation": LONG, "state": SHORT, "step": STEPS},
     Kind.STAGED_SLOT: {"generation": LONG, "state": SHORT, "step": STEPS, "slot": SHORT},
+    Kind.HISTORY: {"number": LONG},
     Kind.RUN: {},
     Kind.INCARNATION: {"incarnation": LONG},
     Kind.FORK: {"incarnation": LONG},
     Kind.VERSION: {"incarnation": LONG, "number": LONG},
     Kind.SHARD: FULL | {"shards": st.just(99_999), "shard": SHARDS},
     Kind.OPAQUE: FULL,
+    Kind.HISTORY_COPY: FULL,
     Kind.MANIFEST: FULL,
 }
 FOLDER = keys.full_folder(3, 1000, "4f0c")
@@ -51,6 +53,7 @@ EXAMPLES = {
         "g00000002/full/s000000000017/000008/000005",
         Name(Kind.STAGED_SLOT, generation=2, step=17, state=8, slot=5),
     ),
+    keys.history(12): ("history/c00000012", Name(Kind.HISTORY, number=12)),
     keys.RUN: ("run.msgpack", Name(Kind.RUN)),
     keys.incarnation(3): ("incarnations/i00000003.msgpack", Name(Kind.INCARNATION, incarnation=3)),
     keys.fork(3): ("forks/i00000003.msgpack", Name(Kind.FORK, incarnation=3)),
@@ -62,6 +65,10 @@ EXAMPLES = {
     keys.opaque(FOLDER): (
         "full/i00000003/step-000000001000-4f0c/opaque.msgpack",
         Name(Kind.OPAQUE, incarnation=3, step=1000, id="4f0c"),
+    ),
+    keys.history_copy(FOLDER): (
+        "full/i00000003/step-000000001000-4f0c/history.msgpack",
+        Name(Kind.HISTORY_COPY, incarnation=3, step=1000, id="4f0c"),
     ),
     keys.manifest(FOLDER): (
         "full/i00000003/step-000000001000-4f0c/manifest.msgpack",
@@ -97,7 +104,7 @@ def test_round_trip_of_any_name(name: Name) -> None:
 
 @given(st.data())
 def test_order_of_names_is_the_order_of_numbers(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from([kind for kind in Kind if kind not in (Kind.OPAQUE, Kind.MANIFEST, Kind.SHARD)]))
+    kind = data.draw(st.sampled_from([kind for kind in Kind if kind not in (Kind.OPAQUE, Kind.HISTORY_COPY, Kind.MANIFEST, Kind.SHARD)]))
     order = list(FIELDS[kind])
     if kind in (Kind.STAGED, Kind.STAGED_SLOT):
         order = ["generation", "step", "state", "slot"][: len(order)]
@@ -133,7 +140,7 @@ def test_prefixes_begin_what_they_should_and_nothing_else() -> None:
     assert under(keys.FORKS_PREFIX) == {Kind.FORK}
     assert under(keys.VERSIONS_PREFIX) == under(keys.versions_prefix(3)) == {Kind.VERSION}
     assert under(keys.versions_prefix(4)) == set()
-    assert under(keys.FULL_PREFIX) == {Kind.SHARD, Kind.OPAQUE, Kind.MANIFEST}
+    assert under(keys.FULL_PREFIX) == {Kind.SHARD, Kind.OPAQUE, Kind.HISTORY_COPY, Kind.MANIFEST}
 
 
 @pytest.mark.parametrize(

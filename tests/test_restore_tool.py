@@ -83,12 +83,15 @@ def job() -> tuple[Tiny, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(trained, lr=1.0, fused=True)
 
 
-def test_the_golden_store_gives_its_newest_cut(golden: Copy, tmp_path: Path) -> None:
-    ended = run_tool(restore.main, golden.uri, "--to", str(tmp_path / "out"), "--json")
+@pytest.mark.parametrize("store", ["store", "packed"])
+def test_the_golden_store_gives_its_newest_cut(tmp_path: Path, store: str) -> None:
+    shutil.copytree(GOLDEN.with_name(store), tmp_path / "golden")
+    expected = json.loads((tmp_path / "golden" / "expected.json").read_text())
+    ended = run_tool(restore.main, Copy(tmp_path / "golden").uri, "--to", str(tmp_path / "out"), "--json")
     described = json.loads(ended.out)
     replayed = "cannot be replayed here" not in ended.err  # another build of torch may not promise the same bits
     assert ended.code == 0 and (described["step"], described["tier"]) == ((11, "nvme") if replayed else (8, "object"))
-    assert of(described) == EXPECTED[str(described["step"])]
+    assert of(described) == expected[str(described["step"])]
 
 
 @pytest.mark.parametrize("step", [4, 8])
@@ -182,7 +185,7 @@ def test_wrong_addresses(golden: Copy, tmp_path: Path) -> None:
     wrong = run_tool(restore.main, "fil:///data", *to)
     assert wrong.code == 16 and "did you mean 'file'?" in wrong.err
     neither = run_tool(restore.main, golden.uri)
-    assert neither.code == 16 and "--to DIR, or --list" in neither.err
+    assert neither.code == 16 and "--to DIR, --list, or --report" in neither.err
     absent = run_tool(restore.main, f"file://{tmp_path}/absent", *to)
     assert absent.code == 8 and not (tmp_path / "absent").exists()
     (tmp_path / "empty").mkdir()

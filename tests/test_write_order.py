@@ -151,7 +151,7 @@ def test_a_full_checkpoint_is_data_then_manifest_then_an_exclusive_version(start
     assert len(manifests) == 3
     for at in manifests:
         folder = names[at].rpartition("/")[0]
-        assert [name.startswith(folder) for name in names[: at + 1]].count(True) == 3, "shard, opaque items and manifest"
+        assert [name.startswith(folder) for name in names[: at + 1]].count(True) == 4, "shard, opaque items, history and manifest"
         assert not any(name.startswith(folder) for name in names[at + 1 :])
         assert names[at + 1].startswith("!versions/")
     assert all(name.startswith("!") for name in names if not name.startswith("full/"))

@@ -4,6 +4,7 @@ It takes neither lock nor incarnation, and changes nothing in the store. The dir
 written and compared; until then it is called `.DIR.partial-…` beside it. `restored.json` in it says what it is, tensor by tensor.
 
 `--list --json` prints `version` (1), `run` and `points`, each with `step`, `tiers`, `intact`, `proven`, `exact`, oldest first.
+`--report FILE.html` writes one page that works offline, and nothing else: cuts, bytes, blocked time, lags, starts and findings.
 `--to … --json` prints what `restored.json` holds, with `directory`.
 """
 
@@ -34,6 +35,8 @@ from adacheck.full_checkpoint import CutId
 from adacheck.nvme_directory import GENERATION
 from adacheck.reading import open_objects, open_sources, reading_config
 from adacheck.recovery import Cut
+from adacheck.report.facts import gather_facts
+from adacheck.report.page import render
 from adacheck.sources import Sources
 from adacheck.store import RestorePoint, restore_points
 from adacheck.tools.exit_codes import UNCORRECTED, reported, run
@@ -153,6 +156,34 @@ def export(store: StoreConfig, step: int | None, directory: Path, kind: Format, 
     return {**described, "directory": str(directory)}
 
 
+def write_report(store: StoreConfig, file: Path) -> None:
+    """Write the report of a run, replacing an earlier one.
+
+    Raises:
+        NoCut: there is no run.
+    """
+    page = render(gather_facts(store))
+    temporary = file.with_name(f".{file.name}.partial-{secrets.token_hex(4)}")
+    try:
+        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def report_file(file: Path) -> Path:
+    """Where the report goes.
+
+    Raises:
+        typer.BadParameter: something else than HTML is asked for, or its directory does not exist.
+    """
+    if file.suffix.lower() not in (".html", ".htm"):
+        raise typer.BadParameter(f"--report {file}: the report is HTML; write FILE.html, and print it from a browser for a PDF or an image")
+    if not file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--report {file}: there is no directory {file.parent}")
+    return file
+
+
 @app.command()
 def restore(
     uri: Annotated[str, typer.Argument(help="The store, as given to Store.open.", show_default=False)],
@@ -160,18 +191,24 @@ def restore(
     to: Annotated[Path | None, typer.Option(help="Directory to write; it must not exist, or be empty.", show_default=False)] = None,
     kind: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.SAFETENSORS,
     list_: Annotated[bool, typer.Option("--list", help="List what can be restored, and write nothing.")] = False,
+    report: Annotated[Path | None, typer.Option(help="Write a page about the run to FILE.html.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     map_fqn: Annotated[list[str] | None, typer.Option(help="Rename a parameter: old=new, or old.=new. for a prefix.")] = None,
 ) -> None:
     """Take a cut out of a store. Ends with 0: done, 4: nothing can be restored, 8: could not do it, 16: wrong call."""
     logging.getLogger("adacheck").addHandler(logging.NullHandler())
     wanted, rules = step_of(step), rules_of(map_fqn or [])
-    if not list_ and to is None:
-        raise typer.BadParameter("give --to DIR, or --list")
+    if not list_ and to is None and report is None:
+        raise typer.BadParameter("give --to DIR, --list, or --report FILE.html")
+    file = report_file(report) if report is not None else None
     with reported(nothing=UNCORRECTED):
         store, note = reading_config(uri)
         if note:
             typer.echo(note, err=True)
+        if file is not None:
+            write_report(store, file)
+            if not list_ and to is None:
+                return
         if list_:
             with sources_of(store) as sources:
                 points, run_name = restore_points(sources), sources.run

@@ -5,7 +5,7 @@ An increment moves a state by whole values or by replayed gradients; what was se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,18 +13,20 @@ import numpy as np
 import torch
 
 from adacheck.capture import opaque
+from adacheck.digest import digest as digest_of
 from adacheck.errors import DamagedCut
 from adacheck.keeper.assembly import value_digest
-from adacheck.keeper.narrow import widen
+from adacheck.keeper.narrow import RAW, widen
 from adacheck.keeper.proof import Compared
 from adacheck.keeper.replay import GradientMemory, Replayed, Replayer, batches
 from adacheck.kernel import certificate_key
 from adacheck.manifests.record import Event, Gradient, Increment, Kernel, Segment, StateSpec, Value
+from adacheck.planes import unpacked, unpacked_bytes
 from adacheck.same import same_bytes
 from adacheck.states import State, allocate, dtype_of, spec_bytes, tensor_bytes
 
 ReadSegment = Callable[[Segment], bytes]
-"""Gives the verified bytes of a segment of the increment (or base) at hand."""
+"""Gives the verified bytes of a segment of the increment (or base) at hand, unpacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,29 +131,44 @@ def load_state(
     read: ReadSegment,
     into: dict[str, torch.Tensor] | None = None,
 ) -> State:
-    """A state from the raw segments it was stored in; into `into` if its tensors have the right specs.
+    """A state from the canonical segments it was stored in; into `into` if its tensors have the right specs.
 
     Raises:
         DamagedCut: the segments do not fill the tensors exactly, or do not have the digest. `where` says of what.
     """
     segments = tuple(segments)
     _check_fits(where, spec, segments)
-    if value_digest(spec, segments) != digest:
-        raise DamagedCut(f"{where}: the segments of {spec.fqn} do not give the digest recorded for it; run adacheck-fsck")
+    raw_digests = dict[int, bytes]()
+    as_stored = all(segment.codec == RAW for segment in segments)
+    if as_stored:
+        _check_digest(where, spec, segments, raw_digests, digest)
     tensors = allocate(spec) if into is None else into
     filled = dict.fromkeys(tensors, 0)
     for segment in segments:
         view, size = tensor_bytes(tensors[segment.tensor]), tensors[segment.tensor].element_size()
         content = read(segment)
-        if segment.codec != "raw" or segment.start != filled[segment.tensor] or len(content) != (segment.stop - segment.start) * size:
+        if (
+            unpacked(segment.codec) != RAW
+            or segment.start != filled[segment.tensor]
+            or len(content) != (segment.stop - segment.start) * size
+        ):
             raise DamagedCut(f"{where}: segment {segment.slot} of {spec.fqn}.{segment.tensor} does not fit after the one before it")
         view[segment.start * size : segment.stop * size] = content
         filled[segment.tensor] = segment.stop
+        if segment.codec != RAW:
+            raw_digests[segment.slot] = digest_of(content)
     for name, tensor in tensors.items():
         if filled[name] != tensor.numel():
             raise DamagedCut(f"{where}: {spec.fqn}.{name} has {filled[name]} of its {tensor.numel()} elements")
+    if not as_stored:
+        _check_digest(where, spec, segments, raw_digests, digest)
     scalars = opaque.decode(spec.scalars) if spec.scalars else {}
     return State(spec, tensors, scalars)
+
+
+def _check_digest(where: str, spec: StateSpec, segments: Sequence[Segment], raw_digests: Mapping[int, bytes], digest: bytes) -> None:
+    if value_digest(spec, segments, raw_digests) != digest:
+        raise DamagedCut(f"{where}: the segments of {spec.fqn} do not give the digest recorded for it; run adacheck-fsck")
 
 
 def _check_fits(where: str, spec: StateSpec, segments: tuple[Segment, ...]) -> None:
@@ -162,7 +179,7 @@ def _check_fits(where: str, spec: StateSpec, segments: tuple[Segment, ...]) -> N
     for segment in segments:
         if segment.tensor not in stored:
             raise DamagedCut(f"{where}: segment {segment.slot} of {spec.fqn} is of {segment.tensor!r}, which the state does not have")
-        stored[segment.tensor] += segment.stored_bytes
+        stored[segment.tensor] += unpacked_bytes(segment)
     for tensor in spec.tensors:
         if min(tensor.shape, default=0) < 0 or spec_bytes(tensor) != stored[tensor.name]:
             what = f"{spec.fqn}.{tensor.name} of shape {list(tensor.shape)}"
@@ -174,7 +191,7 @@ def _fill(step: int, gradient: Gradient, read: ReadSegment, into: torch.Tensor) 
     for segment in gradient.segments:
         if segment.start != filled or segment.stop > flat.numel():
             raise DamagedCut(f"step {step}: gradient segment {segment.slot} of state {gradient.state} does not follow element {filled}")
-        widen(read(segment), segment.codec, segment.coefficient, flat[segment.start : segment.stop])
+        widen(read(segment), unpacked(segment.codec), segment.coefficient, flat[segment.start : segment.stop])
         filled = segment.stop
     if filled != flat.numel():
         raise DamagedCut(f"step {step}: the gradient of state {gradient.state} has {filled} of {flat.numel()} elements")

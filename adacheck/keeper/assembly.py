@@ -25,9 +25,15 @@ class ChainName:
 
 @dataclass
 class Assembly:
-    """The segments of one step so far, by what they belong to."""
+    """The segments of one step so far, by what they belong to.
+
+    Attributes:
+        segments: as stored.
+        raw_digests: of values that are not stored raw, the digest of their raw bytes, by slot.
+    """
 
     segments: dict[Target, list[Segment]] = field(default_factory=dict)
+    raw_digests: dict[int, bytes] = field(default_factory=dict)
 
     def add(self, target: Target, segment: Segment) -> None:
         """Note one stored segment."""
@@ -40,7 +46,7 @@ class Assembly:
 
     def value_digest(self, spec: StateSpec) -> bytes:
         """Digest of a state from the segments it was shipped in."""
-        return value_digest(spec, self.of("value", spec.state))
+        return value_digest(spec, self.of("value", spec.state), self.raw_digests)
 
     def increment(self, name: ChainName, draft: Draft, unchanged: Mapping[int, bytes]) -> Increment:
         """The record of the step. `unchanged` are values whose bytes were left out, with their digests."""
@@ -59,11 +65,14 @@ class Assembly:
         return Value(value.spec, self.value_digest(value.spec), False, value.reason, self.of("value", state))
 
 
-def value_digest(spec: StateSpec, segments: Sequence[Segment]) -> bytes:
-    """`state_digest` of a state shipped raw in canonical segments, from their digests."""
+def value_digest(spec: StateSpec, segments: Sequence[Segment], raw_digests: Mapping[int, bytes]) -> bytes:
+    """`state_digest` of a state shipped in canonical segments, from their digests.
+
+    `raw_digests`: for the slots whose stored bytes are not the raw ones, the digest of those.
+    """
     by_tensor: dict[str, list[bytes]] = {tensor.name: [] for tensor in spec.tensors}
     for segment in sorted(segments, key=lambda s: (s.tensor, s.start)):
-        by_tensor[segment.tensor].append(segment.digest)
+        by_tensor[segment.tensor].append(raw_digests.get(segment.slot, segment.digest))
     return state_digest(spec, [tensor_digest(by_tensor[tensor.name]) for tensor in spec.tensors])
 
 

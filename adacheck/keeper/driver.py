@@ -44,7 +44,7 @@ class Keeper:
     ) -> None:
         self.shared = Shared(chain, chain.nvme_copy is not None, chain.progress.committed, chain.progress.durable)
         window = Window(chain.name.generation, chain.nvme_copy.backend if chain.nvme_copy else None)
-        self._log_thread = LogThread(self.shared, window, blocks, memory_budget_bytes)
+        self._log_thread = LogThread(self.shared, window, blocks, memory_budget_bytes, config.zstd_level)
         self._full_thread = FullThread(self.shared, objects, config.full_every, config.keep, config.log_steps, fulls)
         self._apply_thread = ApplyThread(self.shared, window, self._full_thread, config.log_steps)
         self.submitted = chain.cut

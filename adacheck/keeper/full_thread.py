@@ -16,6 +16,7 @@ from adacheck.backends.errors import BackendError
 from adacheck.digest import Buffer
 from adacheck.errors import DamagedCut, Superseded
 from adacheck.full_checkpoint import CutId, StateSource, write_full
+from adacheck.history import whole
 from adacheck.keeper.nvme import NvmeCopy
 from adacheck.keeper.progress import publish
 from adacheck.keeper.proof import Proof, Verdict, verdict
@@ -138,7 +139,7 @@ class FullThread:
         name = self._shared.chain.name
         try:
             cut = CutId(name.run, name.generation, name.incarnation, step)
-            entry = write_full(self._backend, cut, sources, opaque, certificates=certificates)
+            entry = write_full(self._backend, cut, sources, opaque, certificates=certificates, history=whole(self._shared.chain.history))
             self._publish(catalogue.listing(entry))
         except (BackendError, DamagedCut) as error:
             self._taken, self._retry_at = self._before, step + self._retry_steps

@@ -1,4 +1,4 @@
-"""Turns the trainer's pieces into a logged increment: narrow, digest, store, then the record that links it into the chain.
+"""Turns the trainer's pieces into a logged increment: narrow, pack, digest, store, then the record that links it into the chain.
 
 A batch of pieces goes into one transaction, computed inside it piece by piece, so nothing is copied twice and one fsync serves
 all that was waiting. Blocks go back to the trainer when the transaction is on disk.
@@ -12,13 +12,16 @@ from dataclasses import dataclass, field, replace
 from adacheck.backends.base import Backend, Created, Expect, Item
 from adacheck.backends.memory import MemoryBackend
 from adacheck.digest import digest
+from adacheck.history import History, Row, add, unstored
 from adacheck.keeper.assembly import Assembly, ChainName
-from adacheck.keeper.narrow import Narrower
+from adacheck.keeper.narrow import RAW, Narrower
 from adacheck.keeper.submission import Draft, Piece
 from adacheck.keeper.window import Logged
 from adacheck.manifests import chain, keys
 from adacheck.manifests.encoding import encode
-from adacheck.manifests.record import Segment, StateSpec
+from adacheck.manifests.record import Increment, Segment, StateSpec
+from adacheck.planes import Packer, packed
+from adacheck.states import dtype_of
 
 BATCH_BYTES = 64 << 20
 """Raw bytes after which a transaction is committed, so that LMDB's copy of it and the blocks it keeps stay bounded."""
@@ -30,6 +33,7 @@ SMALL_HELD_BYTES = 8 << 20
 """Most bytes of such values that wait; the others are stored at once, or they would keep every block of the pool."""
 
 Message = Piece | Draft
+MakeRow = Callable[[Draft, Increment], Row]
 
 
 @dataclass
@@ -53,6 +57,7 @@ class _Progress:
 
     link: bytes
     step: int
+    history: History
     slot: int = 0
     assembly: Assembly = field(default_factory=Assembly)
     small: dict[int, list[Piece]] = field(default_factory=dict)  # values that may be left out, by state
@@ -61,7 +66,8 @@ class _Progress:
     memory_bytes: int = 0
 
     def copy(self) -> _Progress:
-        assembly = Assembly({target: list(segments) for target, segments in self.assembly.segments.items()})
+        segments = {target: list(segments) for target, segments in self.assembly.segments.items()}
+        assembly = Assembly(segments, dict(self.assembly.raw_digests))
         return replace(self, assembly=assembly, small={s: list(p) for s, p in self.small.items()})
 
 
@@ -71,17 +77,25 @@ class LogWriter:
     Args:
         name: whose chain it is.
         step, link: of the last increment before the first that will come.
+        history, row: of the steps before, and what gives the row of one that is complete.
+        zstd_level: with which tensors are packed, `None` for not at all.
     """
 
-    def __init__(self, name: ChainName, step: int, link: bytes) -> None:
-        self.name = name
-        self._at = _Progress(link, step + 1)
+    def __init__(self, name: ChainName, step: int, link: bytes, history: History, row: MakeRow, zstd_level: int | None) -> None:
+        self.name, self._row = name, row
+        self._at = _Progress(link, step + 1, history)
         self._narrower = Narrower()
+        self._packer = Packer(zstd_level) if zstd_level is not None else None
 
     @property
     def link(self) -> bytes:
         """Of the last increment stored."""
         return self._at.link
+
+    @property
+    def history(self) -> History:
+        """Of all steps up to the last increment stored."""
+        return self._at.history
 
     def write_nvme(self, backend: Backend, fence: Expect, first: Message, more: Callable[[], Message | None], batch: Batch) -> bool:
         """Store `first`, and what `more` gives until it gives `None` or the batch is full, in one transaction.
@@ -102,19 +116,21 @@ class LogWriter:
         return stored
 
     def write_memory(self, backend: MemoryBackend, messages: list[Message], batch: Batch) -> None:
-        """Store messages in this process's memory instead."""
+        """Store messages in this process's memory instead; the history goes to NVMe with the next increment there."""
+        on_nvme = self._at.history.stored
         for message in messages:
             ended = len(batch.finished)
             for key, content in self._items(message, lambda: None, batch):
                 if content is None:
                     backend.delete(key)
-                elif len(batch.finished) == ended:  # the record itself is in the window
+                elif len(batch.finished) == ended:  # what comes after that: the record itself is in the window
                     assert isinstance(content, (bytes, memoryview)), "log items are single buffers"
                     backend.put(key, bytes(content))
                     self._at.memory_bytes += len(content)
             if len(batch.finished) > ended:
                 batch.finished[-1] = replace(batch.finished[-1], memory_bytes=self._at.memory_bytes)
                 self._at.memory_bytes = 0
+        self._at.history = replace(self._at.history, stored=on_nvme)
 
     def _items(self, first: Message, more: Callable[[], Message | None], batch: Batch) -> Iterator[Item]:
         message: Message | None = first
@@ -135,12 +151,18 @@ class LogWriter:
             message = more() if raw_bytes < BATCH_BYTES else None
 
     def _store(self, piece: Piece) -> Item:
-        codec, coefficient, stored = "raw", 1.0, piece.where.view()
+        codec, coefficient, stored = RAW, 1.0, piece.where.view()
         if piece.role == "gradient":
             narrowed = self._narrower.narrow(stored, piece.dtype, piece.coefficient)
             codec, coefficient, stored = narrowed.codec, narrowed.coefficient, narrowed.stored
-        found = digest(stored)
         slot, self._at.slot = self._at.slot, self._at.slot + 1
+        if self._packer is not None and piece.role != "opaque":
+            width = dtype_of(piece.dtype).itemsize if codec == RAW else 2
+            if (frame := self._packer.pack(stored, width)) is not None:
+                if piece.role == "value":
+                    self._at.assembly.raw_digests[slot] = digest(stored)
+                codec, stored = packed(codec, width), memoryview(frame)
+        found = digest(stored)
         segment = Segment(piece.tensor, piece.start, piece.stop, codec, coefficient, slot, len(stored), found)
         self._at.assembly.add((piece.role, piece.state, piece.event), segment)
         return keys.increment_slot(self.name.generation, self._at.step, slot), stored
@@ -163,9 +185,13 @@ class LogWriter:
         named = {segment.slot for segment in chain.segments(increment)}
         for slot in set(range(at.slot)) - named:  # gradients of states that went whole after all
             yield keys.increment_slot(self.name.generation, draft.step, slot), None
+        past = add(at.history, self._row(draft, increment))
+        for number, content in unstored(past):
+            yield keys.history(number), content
         yield keys.increment(self.name.generation, draft.step), encode(linked)
         values = {v.spec.state: v.digest for v in increment.values}
-        self._at = _Progress(linked.link, draft.step + 1, previous_values=values, memory_bytes=at.memory_bytes)
+        past = replace(past, stored=past.number)
+        self._at = _Progress(linked.link, draft.step + 1, past, previous_values=values, memory_bytes=at.memory_bytes)
 
 
 def _digest_of(pieces: list[Piece], spec: StateSpec) -> bytes:

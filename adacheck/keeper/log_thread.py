@@ -10,15 +10,18 @@ from collections.abc import Mapping
 from adacheck.backends.errors import BackendError
 from adacheck.capture.blocks import Blocks
 from adacheck.errors import Detached, Superseded
+from adacheck.history import Row
 from adacheck.keeper.assembly import payload_bytes
 from adacheck.keeper.log import Batch, LogWriter, Message
 from adacheck.keeper.progress import acknowledge, declare_lost, may_catch_up
+from adacheck.keeper.proof import newest_proven
 from adacheck.keeper.protocol import Kind, receive
 from adacheck.keeper.rejoin import rejoin
 from adacheck.keeper.scan import held_of
 from adacheck.keeper.shared import MEMORY, NVME, Shared
 from adacheck.keeper.submission import Draft
 from adacheck.keeper.window import Logged, Window
+from adacheck.manifests.record import Increment
 
 PAYLOADS_KEPT = 1000
 REJOIN_STEPS, REJOIN_STEPS_MAX = 2, 1024
@@ -30,10 +33,10 @@ _log = logging.getLogger("adacheck")
 class LogThread:
     """The body of the thread is `run`; everything else is called from it, but for `submit`."""
 
-    def __init__(self, shared: Shared, window: Window, blocks: Blocks, memory_budget_bytes: int) -> None:
+    def __init__(self, shared: Shared, window: Window, blocks: Blocks, memory_budget_bytes: int, zstd_level: int | None = None) -> None:
         self._shared, self._window, self._blocks = shared, window, blocks
         self._memory_budget_bytes = memory_budget_bytes
-        self._writer = LogWriter(shared.chain.name, shared.chain.cut, shared.chain.link)
+        self._writer = LogWriter(shared.chain.name, shared.chain.cut, shared.chain.link, shared.chain.history, self._row, zstd_level)
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._ending = False
         self._rejoin_at, self._pause = 0, REJOIN_STEPS
@@ -85,6 +88,7 @@ class LogThread:
         with self._shared.changed:
             for logged in batch.finished:
                 self._receive(logged)
+            self._shared.chain.history = self._writer.history
         for message in batch.consumed:
             if isinstance(message, Draft):
                 self._shared.allow(message.committed, message.durable)
@@ -95,6 +99,15 @@ class LogThread:
                 f"increments waiting in memory passed the budget of {self._memory_budget_bytes} bytes; "
                 "raise memory_budget, or give the run an NVMe directory (nvme=DIR)"
             )
+
+    def _row(self, draft: Draft, increment: Increment) -> Row:
+        """What the history keeps of a step."""
+        with self._shared.changed:
+            progress, proven = self._shared.chain.progress, newest_proven(self._shared.chain.proof, self._shared.committed)
+        stored = payload_bytes(increment)
+        figures = [stored.get(payload, 0) for payload in ("gradient", "value", "derived", "refresh", "opaque")]
+        watermarks = (progress.acked, progress.committed, progress.durable, -1 if proven is None else proven)
+        return Row(draft.step, time.time(), *figures, draft.blocked_us, *watermarks)
 
     def _show_generation(self) -> None:
         """The first increment of a new generation is stored: make it what a restore reads, before it is acked."""

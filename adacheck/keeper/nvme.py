@@ -132,14 +132,15 @@ class NvmeCopy:
     def _sweep(self) -> None:
         """Delete what a killed process left: segments of an increment or base whose record was never written."""
         generation = self.chain.generation
-        known = {keys.CHAIN, keys.FENCE}
+        known = {keys.CHAIN, keys.FENCE, *self.backend.list(keys.HISTORY_PREFIX)}
         known.update(keys.increment(generation, step) for step in self.increments)
         known.update(keys.base(generation, state, stored.step) for state, stored in self.bases.items())
         self._delete([name for name in self.backend.list("") if name not in known and name.rpartition("/")[0] not in known])
 
     def clear(self, step: int, link: bytes) -> None:
-        """Drop all increments and bases, and begin again after `step`, whose link is `link`."""
-        self._delete([name for name in self.backend.list("") if name not in (keys.CHAIN, keys.FENCE)])
+        """Drop all increments and bases, and begin again after `step`, whose link is `link`. The history stays."""
+        kept = {keys.CHAIN, keys.FENCE, *self.backend.list(keys.HISTORY_PREFIX)}
+        self._delete([name for name in self.backend.list("") if name not in kept])
         self.increments.clear()
         self._put_with_chain((), {}, (step, link), self.chain.certificates)
 

@@ -46,5 +46,5 @@ def _last_link(window: Window, step: int, copy: NvmeCopy) -> bytes:
 def _items(copy: NvmeCopy, logged: Logged, window: Window) -> Iterator[Item]:
     key = keys.increment(copy.chain.generation, logged.increment.step)
     for segment in links.segments(logged.increment):
-        yield slot_key(key, segment.slot), window.read(logged.increment.step, segment)
+        yield slot_key(key, segment.slot), window.stored(logged.increment.step, segment)
     yield key, encode(logged.linked)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from adacheck.errors import AdacheckError
+from adacheck.history import History
 from adacheck.keeper.assembly import ChainName
 from adacheck.keeper.certify import Certifier
 from adacheck.keeper.nvme import NvmeCopy
@@ -34,6 +35,7 @@ class ChainState:
         opaque: opaque items of the cut.
         progress, certifier, proof: as the restore left them.
         identity: the records of the object tier that say whose it is: this incarnation, and the fork table with its own entry.
+        history: of all steps so far; a new value with each that is logged.
     """
 
     name: ChainName
@@ -48,6 +50,7 @@ class ChainState:
     certifier: Certifier
     proof: Proof
     identity: tuple[Incarnation, tuple[Fork, ...]]
+    history: History
 
 
 @dataclass

@@ -10,6 +10,7 @@ from adacheck.digest import digest
 from adacheck.errors import DamagedCut
 from adacheck.manifests import chain as links
 from adacheck.manifests.record import Increment, Segment
+from adacheck.planes import unpack
 
 
 @dataclass
@@ -32,10 +33,10 @@ def slot_key(key: str, slot: int) -> str:
 
 
 def read_verified(backend: Backend, key: str, segment: Segment) -> bytes:
-    """The bytes of a segment stored under `key`.
+    """The bytes of a segment stored under `key`, unpacked.
 
     Raises:
-        DamagedCut: they are missing, or not those that were stored.
+        DamagedCut: they are missing, not those that were stored, or cannot be unpacked.
     """
     try:
         content = backend.get(key)
@@ -43,4 +44,4 @@ def read_verified(backend: Backend, key: str, segment: Segment) -> bytes:
         raise DamagedCut(f"{key} is missing from {backend.name}; run adacheck-fsck") from error
     if len(content) != segment.stored_bytes or digest(content) != segment.digest:
         raise DamagedCut(f"{key} in {backend.name} does not match its digest; run adacheck-fsck --read-data")
-    return content
+    return unpack(segment, content)

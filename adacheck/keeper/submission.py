@@ -53,7 +53,7 @@ class Draft:
     """The end of a step: what its pieces mean, and the watermarks the trainers agreed on.
 
     `comparable` are the states shipped whole whose gradients are complete too: a replay of them can be compared with the value.
-    `refreshes` are the states of which ranges were sent to compare.
+    `refreshes` are the states of which ranges were sent to compare. `blocked_us`: what the step before cost the trainer.
     """
 
     step: int
@@ -65,3 +65,4 @@ class Draft:
     comparable: frozenset[int]
     committed: int
     durable: int
+    blocked_us: int = 0

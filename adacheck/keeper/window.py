@@ -15,6 +15,7 @@ from adacheck.digest import digest
 from adacheck.errors import DamagedCut
 from adacheck.manifests import keys
 from adacheck.manifests.record import Increment, Linked, Segment
+from adacheck.planes import unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,15 @@ class Window:
             return sum(logged.memory_bytes for logged in self._logged.values())
 
     def read(self, step: int, segment: Segment) -> bytes:
-        """The stored bytes of a segment.
+        """The bytes of a segment, unpacked.
+
+        Raises:
+            DamagedCut: as `stored`, or they cannot be unpacked.
+        """
+        return unpack(segment, self.stored(step, segment))
+
+    def stored(self, step: int, segment: Segment) -> bytes:
+        """The bytes of a segment as they are stored.
 
         Raises:
             DamagedCut: they are missing or do not match their digest.

@@ -1,8 +1,9 @@
-"""Makes the golden store of a format version: `python -m tests.golden.make_golden tests/golden/v1/store`, once for each version.
+"""Makes the golden stores of a format version: `python -m tests.golden.make_golden tests/golden/v1`, once for each version.
 
 It never overwrites: a golden store is what a *released* version wrote, and every later release must restore it. `expected.json`
 has the digest of every tensor after every step, taken from the live job with torch and blake3 alone. The store was made by two
-starts of one job: 9 steps, then a restore and 2 more. Its LMDB file is compacted; locks are left out.
+starts of one job: 9 steps, then a restore and 2 more. `store` has its tensors as they are, `packed` through zstd, from a model that
+is large enough for that. LMDB files are compacted; locks are left out.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ FIRST, SECOND = 9, 2
 
 
 class Tiny(torch.nn.Module):
-    """A tied embedding, a frozen weight, a buffer and a norm, in 60 parameters."""
+    """A tied embedding, a frozen weight, a buffer and a norm, in 48 parameters if it is 4 wide."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.embed = torch.nn.Embedding(6, 4)
-        self.frozen = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
-        self.norm = torch.nn.LayerNorm(4)
-        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.embed = torch.nn.Embedding(6, width)
+        self.frozen = torch.nn.Linear(width, width, bias=False).requires_grad_(False)
+        self.norm = torch.nn.LayerNorm(width)
+        self.head = torch.nn.Linear(width, 6, bias=False)
         self.head.weight = self.embed.weight
         self.count: torch.Tensor
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -56,14 +57,14 @@ def digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return {key: blake3.blake3(blake3.blake3(content).digest()).hexdigest() for key, content in raw.items()}
 
 
-def train(root: Path, steps: int, expected: dict[str, dict[str, str]], seed: int = 1) -> None:
+def train(root: Path, steps: int, expected: dict[str, dict[str, str]], seed: int = 1, width: int = 4, compress: str = "none") -> None:
     """One start of the job: restore, some steps, and a clean end."""
     torch.manual_seed(seed)
-    model = Tiny()
+    model = Tiny(width)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.9)
-    with adacheck.Store.open(f"file://{root}/objects", nvme=str(root / "nvme"), **OPTIONS) as store:
+    with adacheck.Store.open(f"file://{root}/objects", nvme=str(root / "nvme"), compress=compress, **OPTIONS) as store:
         ckpt = store.attach(model, optimizer, {"scheduler": scheduler})
         start = ckpt.restore()
         for step in range(start + 1, start + steps + 1):
@@ -81,15 +82,15 @@ def train(root: Path, steps: int, expected: dict[str, dict[str, str]], seed: int
         ckpt.close()
 
 
-def make(target: Path) -> None:
-    """Make the store and its expected digests under `target`, which must not exist."""
+def make(target: Path, width: int, compress: str) -> None:
+    """Make a store and its expected digests under `target`, which must not exist."""
     if target.exists():
         sys.exit(f"{target} exists; a golden store is never overwritten")
     expected: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        train(root, FIRST, expected)
-        train(root, SECOND, expected)
+        for steps in (FIRST, SECOND):
+            train(root, steps, expected, width=width, compress=compress)
         shutil.copytree(root / "objects", target / "objects")
         (file,) = root.rglob("data.mdb")
         copy = target / file.parent.relative_to(root)
@@ -100,4 +101,6 @@ def make(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    version = Path(sys.argv[1])
+    make(version / "store", 4, "none")
+    make(version / "packed", 64, "zstd:1")

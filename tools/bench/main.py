@@ -22,9 +22,10 @@ from rich.console import Console
 
 from adacheck.tools.bench.all_arms import ARMS
 from adacheck.tools.bench.alone import AloneResult, run_alone
+from adacheck.tools.bench.packing import Packing, measure_packing
 from adacheck.tools.bench.paired import PairedResult, run_paired
 from adacheck.tools.bench.rates import Comparison, measure_rates
-from adacheck.tools.bench.report import alone_table, as_json, paired_table, rates_table
+from adacheck.tools.bench.report import alone_table, as_json, packing_table, paired_table, rates_table
 from adacheck.tools.byte_gpt import GPTConfig
 from adacheck.tools.training import BENCH_JOB, JobConfig
 
@@ -83,13 +84,19 @@ def measure_parts(root: Path, console: Console) -> list[Comparison]:
         return in_fresh_process(measure_rates, Path(folder))
 
 
+def measure_compression(config: JobConfig, console: Console) -> list[Packing]:
+    """Ratio and rate of compression."""
+    with console.status("compression"):
+        return in_fresh_process(measure_packing, config)
+
+
 @app.command()
 def bench(
     arm: Annotated[list[str] | None, typer.Option(help="Measure only this arm; may be given again.")] = None,
     paired: Annotated[list[str] | None, typer.Option(help="Arm to compare with none in pairs; may be given again.")] = None,
     paired_steps: Annotated[int, typer.Option(help="Steps of each side of a pair, in blocks of 5; 0 leaves pairs out.")] = 20,
     alone_steps: Annotated[int, typer.Option(help="Steps of each arm alone; 0 leaves this out.")] = 6,
-    rates: Annotated[bool, typer.Option(help="Measure replay, digest and log by themselves.")] = True,
+    rates: Annotated[bool, typer.Option(help="Measure replay, digest, log and compression by themselves.")] = True,
     directory: Annotated[Path | None, typer.Option(help="Where to write checkpoints: a disk worth measuring.")] = None,
     small: Annotated[bool, typer.Option(help="A tiny model, to see that everything runs.")] = False,
     json: Annotated[Path | None, typer.Option(help="Also write all figures to this file.")] = None,
@@ -110,9 +117,12 @@ def bench(
     measured_rates = measure_parts(root, console) if rates else []
     if measured_rates:
         console.print(rates_table(measured_rates))
+    packing = measure_compression(config, console) if rates else []
+    if packing:
+        console.print(packing_table(packing))
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
     if json:
-        json.write_text(as_json(machine(), pairs, alone, measured_rates))
+        json.write_text(as_json(machine(), pairs, alone, measured_rates, packing))
 
 
 PAIRED = ["adacheck"]

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from adacheck.tools.bench.alone import AloneResult
+from adacheck.tools.bench.packing import Packing
 from adacheck.tools.bench.paired import PairedResult
 from adacheck.tools.bench.rates import Comparison
 
@@ -59,9 +60,26 @@ def rates_table(results: Sequence[Comparison]) -> Table:
     return table
 
 
-def as_json(machine: dict[str, str], paired: Sequence[PairedResult], alone: Sequence[AloneResult], rates: Sequence[Comparison]) -> str:
+def packing_table(results: Sequence[Packing]) -> Table:
+    """What compress=zstd:LEVEL gains, and its rates."""
+    table = Table(title="compress=zstd:LEVEL on the model's own tensors, after narrowing, one thread")
+    _add_columns(table, "part", "level", "fp32|MB", "narrowed|MB", "packed|MB", "ratio", "in|GB/s", "out|GB/s")
+    for result in results:
+        sizes = [f"{size / 1e6:,.1f}" for size in (result.raw_bytes, result.unpacked_bytes, result.packed_bytes)]
+        rates = [f"{rate:.2f}" for rate in (result.pack_gb_per_s, result.unpack_gb_per_s)]
+        table.add_row(result.kind, str(result.level), *sizes, f"{result.ratio:.2f}", *rates)
+    return table
+
+
+def as_json(
+    machine: dict[str, str],
+    paired: Sequence[PairedResult],
+    alone: Sequence[AloneResult],
+    rates: Sequence[Comparison],
+    packing: Sequence[Packing],
+) -> str:
     """Everything that was measured, every single step time included."""
-    parts: dict[str, Sequence[Any]] = {"paired": paired, "alone": alone, "rates": rates}
+    parts: dict[str, Sequence[Any]] = {"paired": paired, "alone": alone, "rates": rates, "packing": packing}
     return json.dumps({"machine": machine} | {name: [asdict(result) for result in part] for name, part in parts.items()}, indent=2)
 
 
