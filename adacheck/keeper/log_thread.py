@@ -105,9 +105,20 @@ class LogThread:
         with self._shared.changed:
             progress, proven = self._shared.chain.progress, newest_proven(self._shared.chain.proof, self._shared.committed)
         stored = payload_bytes(increment)
-        figures = [stored.get(payload, 0) for payload in ("gradient", "value", "derived", "refresh", "opaque")]
-        watermarks = (progress.acked, progress.committed, progress.durable, -1 if proven is None else proven)
-        return Row(draft.step, time.time(), *figures, draft.blocked_us, *watermarks)
+        return Row(
+            draft.step,
+            time.time(),
+            gradient_bytes=stored["gradient"],
+            value_bytes=stored["value"],
+            derived_bytes=stored.get("derived", 0),
+            refresh_bytes=stored["refresh"],
+            opaque_bytes=stored["opaque"],
+            blocked_us=draft.blocked_us,
+            acked=progress.acked,
+            committed=progress.committed,
+            durable=progress.durable,
+            proven=-1 if proven is None else proven,
+        )
 
     def _show_generation(self) -> None:
         """The first increment of a new generation is stored: make it what a restore reads, before it is acked."""

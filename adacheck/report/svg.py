@@ -152,7 +152,7 @@ def _axes(chart: Chart, points: Sequence[Point]) -> tuple[Axis, Axis]:
 
 def _grid(chart: Chart, x: Axis, y: Axis) -> list[str]:
     parts = []
-    levels = list(enumerate(chart.y_names)) or [(at, number(at)) for at in ticks(y.low, y.high, 5)]
+    levels = [(float(at), name) for at, name in enumerate(chart.y_names)] or [(at, number(at)) for at in ticks(y.low, y.high, 5)]
     for level, name in levels:
         at = y.at(level)
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>')
