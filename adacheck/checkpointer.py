@@ -10,7 +10,7 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
@@ -36,6 +36,7 @@ from adacheck.reattach import begin_generation
 from adacheck.recovery import Cut
 from adacheck.reports import Reports
 from adacheck.status import Status, status_of
+from adacheck.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from adacheck.store import Store
@@ -79,6 +80,7 @@ class Checkpointer:
 
     # Starting
 
+    @undisturbed
     def restore(self, step: int | None = None, *, proven: bool = False) -> int:
         """Put the newest intact cut back into model, optimizer, `extra` and generators; gives its step, 0 for a new run.
 
@@ -95,7 +97,7 @@ class Checkpointer:
         if self._keeper is not None:
             raise AdacheckError(f"restore() was called at step {self._step}, after training had begun; call it once, before the first step")
         begun = self._begin()
-        only = self._proven_steps(begun) if proven else None
+        only = frozenset(full.step for full in begun.sources.fulls if full.status == "proven") if proven else None
         cut = start.find_cut(begun, step=step, only=only)
         if cut is not None:
             self._capture.suspended = True
@@ -110,6 +112,7 @@ class Checkpointer:
             _log.info("restored step %d from %s", cut.step, cut.source)
         return self._step
 
+    @undisturbed
     def step(self) -> None:
         """Make this iteration a checkpoint: everything the optimizers did since the last call becomes one increment.
 
@@ -294,7 +297,7 @@ class Checkpointer:
         for piece in refresh.due(plan, self._step) if plan else ():
             ranges.setdefault(piece.state, []).append((piece.tensor, piece.start, piece.stop))
         draft = self._capture.finish(self._step, ranges, keeper.drifted())
-        for name, content in install.opaque_items(self._inventory, self._extra):
+        for name, content in install.opaque_items(self._inventory, self._extra, self._capture.unattached):
             self._writer.send_opaque(name, content)
         self._writer.seal()
         if draft.values or draft.removed:
@@ -354,9 +357,6 @@ class Checkpointer:
 
     def _verdicts(self) -> Certifier:
         return self._keeper.shared.chain.certifier if self._keeper is not None else Certifier()
-
-    def _proven_steps(self, begun: start.Start) -> Container[int]:
-        return frozenset(full.step for full in begun.sources.fulls if full.status == "proven")
 
     def _make_durable(self, keeper: Keeper) -> None:
         self.drain()

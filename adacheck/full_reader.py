@@ -18,7 +18,7 @@ from adacheck.manifests import encoding, keys
 from adacheck.manifests.errors import FormatError, NewerFormat
 from adacheck.manifests.record import SEGMENT_BYTES_MAX, Full, FullEntry, Segment, Shard, ShardTensor, StateSpec, TensorSpec
 from adacheck.safetensors_shard import LENGTH_BYTES, Place, header_bytes, places
-from adacheck.states import State, dtype_of, spec_bytes, tensor_bytes
+from adacheck.states import State, dtype_of, empty, spec_bytes, tensor_bytes
 from adacheck.tiling import unlike_its_tensors, unlisted, untiled
 
 WINDOW_BYTES = 8 << 20
@@ -132,7 +132,7 @@ class FullReader:
             DamagedCut: as `tensor`.
         """
         spec = self._spec(at, rows.tensor)
-        tensor = torch.empty((rows.stop - rows.start, *spec.shape[1:]) if spec.shape else (), dtype=dtype_of(spec.dtype))
+        tensor = empty((rows.stop - rows.start, *spec.shape[1:]) if spec.shape else (), dtype_of(spec.dtype))
         if tensor.numel():
             shard, held = self._held[at, rows.tensor]
             first = rows.start * prod(spec.shape[1:]) * tensor.element_size()

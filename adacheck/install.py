@@ -5,23 +5,30 @@ Bytes go into state tensors directly; `optimizer.load_state_dict` would cast fp3
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
 
-from adacheck.capture import opaque
-from adacheck.capture.inventory import Inventory, LiveState
+from adacheck.capture import accumulated, opaque
+from adacheck.capture.inventory import Inventory
 from adacheck.capture.rng import install_rng, rng_state
 from adacheck.errors import StateMismatch
+from adacheck.own_entries import own_entries, put_own_entries
+from adacheck.put_state import can_hold, put_state
 from adacheck.recovery import Cut
 from adacheck.same import same_bytes
-from adacheck.states import State, dtype_name, local_tensor
+from adacheck.states import dtype_name, local_tensor
+
+_log = logging.getLogger("adacheck")
 
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """Entries that learning-rate schedulers add to parameter groups."""
 
 RNG, OPTIMIZER, EXTRA = "rng", "optimizer/", "extra/"
+GRADIENT, OWN, UNATTACHED = "gradient/", "own/", "unattached"
 
 
 class Stateful(Protocol):
@@ -32,8 +39,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
-def opaque_items(inventory: Inventory, extra: Mapping[str, Stateful]) -> list[tuple[str, bytes]]:
-    """RNG, hyperparameters and `extra` as they are now, encoded.
+def opaque_items(
+    inventory: Inventory, extra: Mapping[str, Stateful], unattached: Mapping[str, str] | None = None
+) -> list[tuple[str, bytes]]:
+    """RNG, hyperparameters and `extra` as they are now, encoded; gradients that are still to be used, and what a cut does not hold.
+
+    Args:
+        unattached: parameters that an optimizer steps which is not attached, with its class.
 
     Raises:
         UnsupportedTensor: an item of `extra` cannot be stored without loss; names where it sits.
@@ -41,6 +53,12 @@ def opaque_items(inventory: Inventory, extra: Mapping[str, Stateful]) -> list[tu
     items = [(RNG, opaque.encode(RNG, rng_state()))]
     for name, optimizer in inventory.optimizers.items():
         items.append((OPTIMIZER + name, opaque.encode(OPTIMIZER + name, _groups(inventory, optimizer))))
+        if own := own_entries(optimizer):
+            items.append((OWN + name, opaque.encode(OWN + name, own)))
+        unspent = accumulated.unspent(inventory.by_optimizer[name])
+        items += [(GRADIENT + fqn, opaque.encode(GRADIENT + fqn, gradient)) for fqn, gradient in unspent.items()]
+    if unattached:
+        items.append((UNATTACHED, opaque.encode(UNATTACHED, dict(unattached))))
     items += [(EXTRA + name, opaque.encode(EXTRA + name, item.state_dict())) for name, item in extra.items()]
     return items
 
@@ -61,29 +79,60 @@ def install(cut: Cut, inventory: Inventory, extra: Mapping[str, Stateful]) -> No
     inventory.numbers = {state.spec.fqn: number for number, state in cut.states.items()}
     inventory.refresh()
     decoded = {name: opaque.decode(content) for name, content in cut.opaque.items()}
-    problems = [*_state_problems(cut, inventory), *_group_problems(decoded, inventory), *_extra_problems(decoded, extra)]
+    problems = [*_state_problems(cut, inventory, decoded), *_group_problems(decoded, inventory), *_extra_problems(decoded, extra)]
     if problems:
         listed = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
         raise StateMismatch(f"the script does not match the cut at step {cut.step} from {cut.source}:\n  {listed}")
-    with torch.no_grad():
-        for number, state in cut.states.items():
-            _write_state(inventory.states[number], state)
     for name, optimizer in inventory.optimizers.items():
+        put_own_entries(optimizer, decoded.get(OWN + name, {}))
         _write_groups(optimizer, decoded[OPTIMIZER + name])
+    with torch.no_grad():
+        _write_states(cut, inventory)
+        gradients = {name.removeprefix(GRADIENT): value for name, value in decoded.items() if name.startswith(GRADIENT)}
+        accumulated.put_back((live for live in inventory.states.values() if live.optimizer is not None), gradients)
     for name, item in extra.items():
         item.load_state_dict(decoded[EXTRA + name])
     install_rng(decoded[RNG])
     inventory.refresh()
     _check(cut, inventory)
+    if unattached := decoded.get(UNATTACHED, {}):
+        names, kinds = sorted(unattached), sorted(set(unattached.values()))
+        _log.warning(
+            "%s were stepped by optimizers that were not given to store.attach (%s): "
+            "their state is not in the cut at step %d, and begins anew",
+            ", ".join(names[:3] + ["…"] * (len(names) > 3)),
+            ", ".join(kinds),
+            cut.step,
+        )
 
 
-def _state_problems(cut: Cut, inventory: Inventory) -> Iterable[str]:
+def _write_states(cut: Cut, inventory: Inventory) -> None:
+    slots = inventory.empty_slots()
+    for number, state in cut.states.items():
+        live = inventory.states.get(number)
+        if live is None:
+            setattr(*slots[state.spec.fqn], state.tensors["param"].clone())
+            continue
+        if live.optimizer is None and state.spec.optimizer:  # in no group, in the cut either, but it still had entries
+            live.optimizer = inventory.optimizers[state.spec.optimizer]
+        put_state(live, state)
+
+
+def _state_problems(cut: Cut, inventory: Inventory, decoded: Mapping[str, Any]) -> Iterable[str]:
     live = {state.fqn: state for state in inventory.states.values()}
     saved = {state.spec.fqn: state for state in cut.states.values()}
+    slots = inventory.empty_slots()
+    grouped = {fqn for name in decoded if name.startswith(OPTIMIZER) for group in decoded[name] for fqn in group["names"]}
+    tied_here = {alias: name for name, state in live.items() for alias in state.aliases}
+    tied_there = {alias: name for name, state in saved.items() for alias in state.spec.aliases}
     for name in saved.keys() - live.keys():
-        yield f"missing in the script: {name}"
+        if name in tied_here:
+            yield f"{name}: tied to {tied_here[name]} in the script, and not in the cut"
+        elif name not in slots or saved[name].spec.kind == "parameter":
+            yield f"missing in the script: {name}"
     for name in live.keys() - saved.keys():
-        yield f"not in the cut: {name}"
+        tied = tied_there.get(name)
+        yield f"{name}: tied to {tied} in the cut, and not in the script" if tied else f"not in the cut: {name}"
     for name in sorted(live.keys() & saved.keys()):
         spec, tensor = saved[name].spec, local_tensor(live[name].current(), name)
         stored = spec.tensors[0]
@@ -91,7 +140,9 @@ def _state_problems(cut: Cut, inventory: Inventory) -> Iterable[str]:
             yield f"{name}: shape {list(tensor.shape)} in the script, {list(stored.shape)} in the cut"
         if dtype_name(tensor.dtype) != stored.dtype:
             yield f"{name}: dtype {dtype_name(tensor.dtype)} in the script, {stored.dtype} in the cut"
-        if live[name].optimizer_name != spec.optimizer:
+        elif live[name].kind == "parameter" and tensor.shape == stored.shape and not can_hold(tensor, saved[name].tensors["param"]):
+            yield f"{name}: expanded in the script, and in the cut its elements differ along that dimension; clone it in the script"
+        if live[name].optimizer_name != spec.optimizer and (live[name].optimizer_name or name in grouped):
             yield f"{name}: in optimizer {live[name].optimizer_name or 'none'} in the script, {spec.optimizer or 'none'} in the cut"
 
 
@@ -108,7 +159,8 @@ def _group_problems(decoded: Mapping[str, Any], inventory: Inventory) -> Iterabl
             yield f"optimizer {name!r}: {len(here)} parameter groups in the script, {len(saved)} in the cut"
         elif saved != here:
             at = next(i for i, (a, b) in enumerate(zip(saved, here, strict=True)) if a != b)
-            yield f"optimizer {name!r}: group {at} has other parameters, or in another order, than in the cut"
+            ours, theirs = next((a, b) for a, b in zip_longest(here[at], saved[at], fillvalue="its end") if a != b)
+            yield f"optimizer {name!r}: group {at} begins to differ at {ours} in the script, {theirs} in the cut"
         else:
             yield from _hyperparameter_problems(name, inventory.optimizers[name], decoded[OPTIMIZER + name])
 
@@ -134,72 +186,20 @@ def _extra_problems(decoded: Mapping[str, Any], extra: Mapping[str, Stateful]) -
         yield "not in the cut: the states of the random number generators"
 
 
-def _write_state(live: LiveState, state: State) -> None:
-    parameter, spec = live.current(), state.spec
-    source = state.tensors["param"]
-    if live.owner is not None and parameter.shape != source.shape:
-        setattr(*live.owner, source.to(parameter.device).clone())
-    else:
-        write_bytes(local_tensor(parameter, live.fqn), source)
-    if live.kind == "parameter":
-        parameter.requires_grad_(spec.requires_grad)
-    if live.optimizer is not None:
-        _write_entries(live, state)
-
-
-def _write_entries(live: LiveState, state: State) -> None:
-    assert live.optimizer is not None
-    parameter = live.parameter
-    names = [tensor.name for tensor in state.spec.tensors if tensor.name != "param"]
-    if not names and not state.scalars:
-        live.optimizer.state.pop(parameter, None)
-        return
-    before = live.optimizer.state[parameter]
-    entries: dict[str, Any] = dict(state.scalars)
-    for name in names:
-        source, known = state.tensors[name], before.get(name)
-        if isinstance(known, torch.Tensor) and known.shape == source.shape and known.dtype == source.dtype:
-            entries[name] = known
-        else:
-            entries[name] = _like(parameter, source)
-        write_bytes(local_tensor(entries[name], name), source)
-    live.optimizer.state[parameter] = {name: entries[name] for name in _in_order(before, entries)}
-
-
-def _in_order(before: Mapping[str, Any], entries: Mapping[str, Any]) -> list[str]:
-    fresh = sorted((name for name in entries if name not in before), key=lambda name: (name != "step", name))  # torch's own order
-    return [name for name in before if name in entries] + fresh
-
-
-def _like(parameter: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """A fresh optimizer tensor where the optimizer itself would have put it: with its parameter, or on the CPU if it is a counter."""
-    if source.dim() == 0 and parameter.dim() != 0:
-        return torch.empty_like(source)
-    if source.shape == parameter.shape:
-        return torch.empty_like(parameter.detach(), dtype=source.dtype)
-    return torch.empty_like(source, device=parameter.device)
-
-
-def write_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor into another of the same dtype and shape, on any device and of any strides, bit for bit."""
-    if destination.numel() == 0:
-        return
-    if destination.is_contiguous() and destination.device.type == "cpu":
-        destination.reshape(-1).view(torch.uint8).copy_(source.reshape(-1).view(torch.uint8))
-    else:
-        destination.copy_(source)
-
-
 def _write_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         for name, value in values["values"].items():
             known = group.get(name)
-            if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor) and known.shape == value.shape:
+            if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor) and _alike(known, value):
                 known.detach().copy_(value)
             else:
                 group[name] = value
         for name in group.keys() - values["values"].keys() - {"params"}:
             del group[name]
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _check(cut: Cut, inventory: Inventory) -> None:

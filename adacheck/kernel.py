@@ -131,6 +131,8 @@ def replayable(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.
         return f"its parameter is on {parameter.device.type}, and this release replays on cpu only"
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         return "a gradient scaler unscales inside its fused kernel"
+    if flushes_denormals() and torch.get_num_threads() > 1:
+        return "denormals are flushed in one of several threads, so the bits depend on which of them computes an element"
     if group.get("differentiable") or optimizer.defaults.get("differentiable"):
         return "differentiable=True keeps a graph through the step"
     if parameter.is_complex():

@@ -30,10 +30,10 @@ from adacheck.config import StoreConfig
 from adacheck.contents import Contents, Parts
 from adacheck.errors import ConfigError, ForeignRun, NoCut, ReplayRefused, StateMismatch
 from adacheck.full_reader import read_full
-from adacheck.install import write_bytes
 from adacheck.keeper.cut import Offer
 from adacheck.keeper.protocol import Kind
 from adacheck.nvme_reader import NvmeReader
+from adacheck.put_state import write_bytes
 from adacheck.reading import open_sources
 from adacheck.recovery import UNUSABLE, first_usable, no_cut, reject
 from adacheck.sources import Sources

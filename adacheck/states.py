@@ -5,17 +5,21 @@ This is the unit of every decision. The trainer has live states, the keeper has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from adacheck.digest import state_digest, tensor_digest_of_bytes
 from adacheck.errors import UnsupportedTensor
 from adacheck.manifests.record import SEGMENT_BYTES_MAX, StateSpec, TensorSpec
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PARTS_OF_BYTES = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
+_OVERRIDES = {"__torch_dispatch__", "__torch_function__", "__new__", "__tensor_flatten__", "detach", "data"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -50,17 +54,60 @@ def local_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """The plain tensor this rank holds: itself, or the local part of a DTensor.
 
     Raises:
-        UnsupportedTensor: a subclass this project does not know; silently reading it could lose part of it. `what` names it.
+        UnsupportedTensor: there is more to it than dense bytes (`unstorable`), or it is of a subclass this project does not know;
+            silently reading it could lose part of it. `what` names it.
     """
     if type(tensor) in _PLAIN:
-        return tensor.detach()
-    to_local = getattr(tensor, "to_local", None)
-    if to_local is not None and type(tensor).__module__.startswith("torch.distributed"):
-        local: torch.Tensor = to_local()
+        if tensor.layout is torch.strided and not tensor.is_quantized:
+            return tensor.detach()
+    elif _is_distributed(tensor):
+        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return local.detach()
-    if isinstance(tensor, torch.nn.Parameter):
-        return tensor.detach()
-    raise UnsupportedTensor(f"{what} is a {type(tensor).__name__}, which adacheck does not know how to store; keep it out of the model")
+    refuse_unstorable(tensor, what)
+    return tensor.detach()
+
+
+def refuse_unstorable(tensor: torch.Tensor, what: str) -> None:
+    """Refuse a tensor of which the bytes of its elements are not all there is; `what` names it.
+
+    Raises:
+        UnsupportedTensor: says of what kind it is, and what to do.
+    """
+    if (problem := unstorable(tensor)) is not None:
+        raise UnsupportedTensor(f"{what} {problem}")
+
+
+def unstorable(tensor: torch.Tensor) -> str | None:
+    """What besides the bytes of its elements makes up this tensor, as the end of a sentence; `None` if nothing does."""
+    if _is_distributed(tensor):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
+    kind = type(tensor)
+    if is_lazy(tensor):
+        return "is lazy and has no shape yet; run one batch through the model before store.attach"
+    if kind not in _PLAIN and not _only_a_name(tensor):
+        return f"is a {kind.__module__}.{kind.__qualname__}, which adacheck does not know how to store; keep it out of the model"
+    if tensor.device.type == "meta":
+        return "is a meta tensor without bytes; materialise the model before store.attach"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"is a {'nested' if tensor.is_nested else tensor.layout} tensor, and only dense ones can be stored; make it dense"
+    if tensor.is_quantized:
+        return f"is quantized ({tensor.dtype}): its scales are not among its bytes; store int_repr() and the scales as buffers"
+    if tensor.dtype in _PARTS_OF_BYTES and not tensor.is_contiguous():
+        return f"has elements of {tensor.dtype} that do not lie in row-major order, which torch cannot copy; make it contiguous"
+    return None
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "to_local") and type(tensor).__module__.startswith("torch.distributed")
+
+
+def _only_a_name(tensor: torch.Tensor) -> bool:
+    """Whether a subclass of `Parameter` changes nothing that torch does with it, and this instance carries nothing besides its bytes."""
+    kind = type(tensor)
+    if not issubclass(kind, torch.nn.Parameter) or vars(tensor):
+        return False
+    overridden = [cls for cls in kind.__mro__[: kind.__mro__.index(torch.nn.Parameter)] if vars(cls).keys() & _OVERRIDES]
+    return not overridden
 
 
 def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -111,4 +158,9 @@ class State:
 
 def allocate(spec: StateSpec) -> dict[str, torch.Tensor]:
     """Fresh CPU tensors for every tensor of a state, contents undefined until filled."""
-    return {t.name: torch.empty(t.shape, dtype=dtype_of(t.dtype)) for t in spec.tensors}
+    return {t.name: empty(t.shape, dtype_of(t.dtype)) for t in spec.tensors}
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in host memory, contents undefined, whatever the default device; made of bytes, which no dtype warns about."""
+    return torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype).view(tuple(shape))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from adacheck.store import Store
-from tests.survival import LAST, OPTIONS, adamw, backward, job_of, mlp, plain, survives, travelled
-from tests.training import Job, logged, opened, restored_bits
+from tests.survival import LAST, adamw, backward, job_of, mlp, plain, survives, travelled
+from tests.training import Job
 
 
 def test_accumulation_is_one_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -98,30 +98,6 @@ def test_nested_step_is_one_event(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     found = survives(tmp_path, make, caplog)
     assert all(len(increment.events) == 1 for increment in found.increments.values())
     assert set(travelled(found, "0.weight")) == {"value: optimizer"}
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_optimizer_rebuilt_in_mid_run(tmp_path: Path, fused: bool) -> None:
-    """The new one is not attached and nobody sees it step: the attached one's states go whole."""
-    rebuilt: dict[int, torch.optim.Optimizer] = {}
-
-    def rebuilding(job: Job, n: int) -> None:
-        job.optimizer.zero_grad()
-        backward(job.model)
-        if n >= 8:
-            rebuilt.setdefault(id(job), adamw(job.model.parameters(), fused=fused)).step()
-        else:
-            job.optimizer.step()
-
-    make = job_of(rebuilding, fused=fused)
-    job = make(1)
-    with opened(f"file://{tmp_path}", job, **OPTIONS) as ckpt:
-        ckpt.restore()
-        job.train(ckpt, 0, LAST, settle=True)
-        assert all(ckpt.inexact(step) == () for step in range(LAST + 1))
-        live = job.bits()
-    assert restored_bits(f"file://{tmp_path}", make, LAST, **OPTIONS) == live
-    assert set(travelled(logged(tmp_path), "0.weight")) == {"value: quiet" if fused else "value: write"}
 
 
 def test_parameter_group_added_in_mid_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

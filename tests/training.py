@@ -70,13 +70,17 @@ class Job:
                 for p, parameter in enumerate(group["params"]):
                     for key, entry in optimizer.state.get(parameter, {}).items():
                         found[f"{title}[{g}][{p}].{key}"] = _digest(entry) if isinstance(entry, torch.Tensor) else _encoded(entry)
+            own = {key: entry for key, entry in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+            found[f"{title}.own"] = _encoded(own)
         found.update({f"extra.{name}": _encoded(item.state_dict()) for name, item in self.extra.items()})
         found["rng"] = _encoded(rng_state())
         return found
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    content = (
+        tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    )
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.blake2s(content).hexdigest()}"
 
 

@@ -115,7 +115,7 @@ class Blocks:
             if self._made < self.count:
                 self._made += 1
                 with torch.inference_mode(False):  # whatever the trainer is in: others write it later
-                    return Block(torch.empty(SEGMENT_BYTES_MAX, dtype=torch.uint8))
+                    return Block(torch.empty(SEGMENT_BYTES_MAX, dtype=torch.uint8, device="cpu"))
             started = time.monotonic()
             self._changed.wait_for(lambda: bool(self._free), timeout=self.deadline_s)
             self.blocked_s += time.monotonic() - started

@@ -15,14 +15,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
-from adacheck.capture import opaque
+from adacheck.capture import accumulated, opaque
 from adacheck.capture.blocks import PoolEmpty
 from adacheck.capture.clip import ClipCoefficients
 from adacheck.capture.inventory import Inventory, LiveState
 from adacheck.capture.pieces import PieceWriter
 from adacheck.capture.quiet import QuietOptimizers
+from adacheck.capture.step_hooks import StepHooks
+from adacheck.capture.strangers import Strangers
 from adacheck.capture.watch import Watch, version
 from adacheck.errors import AdacheckError
 from adacheck.keeper.certify import Certifier
@@ -30,9 +31,6 @@ from adacheck.keeper.submission import Draft, DraftGradient, DraftValue
 from adacheck.kernel import certificate_key, kernel_of, replayable
 from adacheck.manifests.record import Event, Group, Kernel
 from adacheck.states import dtype_name
-
-SMALL_BYTES = 64 << 10
-"""Buffers under this size are sent (and left out again if unchanged) at every step: their kernels often write unseen."""
 
 _log = logging.getLogger("adacheck")
 
@@ -64,8 +62,9 @@ class Capture:
         """States the chain has a complete value of; others go whole."""
         self.writer, self._verdicts, self._failed = writer, verdicts, failed
         self._clip, self._watch, self._quiet = ClipCoefficients(), Watch(), QuietOptimizers()
-        self._step, self._signature = _Step(), inventory.signature()
-        self._handles: list[tuple[torch.optim.Optimizer, Any, Any]] = []
+        self._strangers, self._hooks = Strangers(inventory), StepHooks(inventory.optimizers)
+        self._step = _Step()
+        self._signatures = {name: inventory.signature(name) for name in inventory.optimizers}
         self._depth: dict[str, int] = {}
         self._stepping: dict[str, set[int]] = {}  # states that the present call of each optimizer's step changes, as far as is known
         self._copying: list[tuple[int, torch.Tensor, int]] = []  # state, gradient, and its version when it was handed over
@@ -77,25 +76,19 @@ class Capture:
     def install(self) -> None:
         """Hook every optimizer; from here on the watch knows what every tensor looks like."""
         self._clip.install()
-        for name, optimizer in self.inventory.optimizers.items():
-            pre = optimizer.register_step_pre_hook(partial(self._timed, self._before_step, name))
-            post = optimizer.register_step_post_hook(partial(self._timed, self._after_step, name))
-            self._handles.append((optimizer, pre, post))
-        self._keep_order()
+        self._strangers.install()
+        self._hooks.install(partial(self._timed, self._before_step), partial(self._timed, self._after_step))
         self._watch.check(self.inventory.states.values())
 
     def remove(self) -> None:
         """Take every hook away."""
         self._clip.remove()
-        for _, pre, post in self._handles:
-            pre.remove()
-            post.remove()
-        self._handles.clear()
+        self._strangers.remove()
+        self._hooks.remove()
 
     def restored(self, known: Iterable[int]) -> None:
         """The live tensors were just written from a cut that holds `known`: forget what was captured and seen before."""
-        self.inventory.refresh()
-        self._signature = self.inventory.signature()
+        self._look()
         self._step, self._watch = _Step(), Watch()
         self._copying.clear()
         self._watch.check(self.inventory.states.values())
@@ -124,7 +117,7 @@ class Capture:
         self._step = _Step()
         self._clip.clear()
         self._depth.clear()
-        self._keep_order()
+        self._hooks.keep_order()
         gradients = tuple(g for g in done.gradients if g.state not in done.incomparable)
         comparable = frozenset(done.certifying & reasons.keys()) - done.incomparable - moved - drifted
         return Draft(step, tuple(done.events), gradients, tuple(values), refreshes, removed, comparable, 0, 0)
@@ -132,30 +125,29 @@ class Capture:
     def _reasons(self, done: _Step, moved: frozenset[int], drifted: frozenset[int]) -> dict[int, str]:
         """Which states go whole in this cut, and why; the first reason in order of weight is the one told."""
         states = self.inventory.states
-        reasons = {number: "buffer" for number, live in states.items() if live.kind != "parameter" and _unwatched(live)}
-        reasons.update(dict.fromkeys(self.inventory.sharing() | self.inventory.inference(), "unwatched"))
-        reasons.update(self._quiet.reasons(self.inventory, done.fired))
+        reasons = self._quiet.reasons(self.inventory, done.fired)
+        strangers = self._strangers.collect() & states.keys()
+        for number in (n for n, reason in reasons.items() if reason == "unseen" and states[n].optimizer is not None and n not in strangers):
+            self._say_once(states[number].fqn, "its optimizer was not seen to change it: its gradients are gone before the step")
+        reasons.update(dict.fromkeys(self.inventory.sharing(moved) | self.inventory.inference(), "unwatched"))
         reasons.update(dict.fromkeys(done.certifying, "certify"))
         reasons.update(done.stepped)
+        reasons.update(dict.fromkeys(strangers, "unattached"))
         reasons.update(dict.fromkeys((drifted | self._verdicts().unsteady) & states.keys(), "drift"))
         reasons.update(dict.fromkeys(moved & states.keys(), "write"))
         reasons.update(dict.fromkeys(states.keys() - self.known, "first"))
         return reasons
 
     def _look_again(self) -> None:
-        self.inventory.refresh()
-        self._signature = self.inventory.signature()
+        self._look()
         for name, depth in self._depth.items():
             if depth:  # a step that raised: how far it came is unknown
                 self._step.stepped.update({n: "raised" for n, live in self.inventory.states.items() if live.optimizer_name == name})
 
-    def _keep_order(self) -> None:
-        for optimizer, pre, post in self._handles:
-            pre_hooks: Any = optimizer._optimizer_step_pre_hooks
-            post_hooks: Any = optimizer._optimizer_step_post_hooks
-            if pre.id in pre_hooks and post.id in post_hooks:
-                pre_hooks.move_to_end(pre.id)
-                post_hooks.move_to_end(post.id, last=False)
+    @property
+    def unattached(self) -> Mapping[str, str]:
+        """Parameters that optimizers step which are not attached, with the class of the optimizer."""
+        return self._strangers.unattached
 
     def take_blocked_s(self) -> float:
         """Seconds the hooks took since the last call."""
@@ -178,17 +170,16 @@ class Capture:
         self._depth[name] = self._depth.get(name, 0) + 1
         if self.suspended or self._depth[name] > 1:
             return
-        if self.inventory.signature() != self._signature:
-            self.inventory.refresh()
-            self._signature = self.inventory.signature()
-        mine = [live for live in self.inventory.states.values() if live.optimizer_name == name]
+        if self.inventory.signature(name) != self._signatures[name]:
+            self._look()
+        mine = self.inventory.by_optimizer[name]
         self._watch.check(mine)
-        self._step.fired.add(name)
         self._stepping[name] = set()
-        if self._is_hooked_after(optimizer):
+        if self._hooks.is_followed(name):
             self._go_whole([live for live in mine if live.parameter.grad is not None], "hook")
         if (why_not := _unreplayable_call(args, kwargs)) is not None:  # gradients may be still to come
             trained = [live for live in mine if live.parameter.requires_grad]
+            self._step.fired.add(name)
             self._go_whole(trained, "optimizer")
             self._say_once(trained[0].fqn if trained else name, why_not)
         for kernel, groups in self._groups_by_kernel(optimizer).items():
@@ -198,13 +189,13 @@ class Capture:
                 for parameter in group["params"]:
                     if parameter.grad is not None and why_not is None:
                         live = self.inventory.by_parameter[id(parameter)]
+                        self._step.fired.add(name)
                         self._stepping[name].add(live.state)
                         self._capture_gradient(parameter.grad, group, live, kernel, event, replayable(optimizer, group, parameter))
 
-    def _is_hooked_after(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a hook that was registered since the last `ckpt.step()` will still see, and perhaps change, the gradients."""
-        hooks: Any = optimizer._optimizer_step_pre_hooks
-        return any(pre.id in hooks and next(reversed(hooks)) != pre.id for mine, pre, _ in self._handles if mine is optimizer)
+    def _look(self) -> None:
+        self.inventory.refresh()
+        self._signatures = {name: self.inventory.signature(name) for name in self.inventory.optimizers}
 
     def _go_whole(self, states: Iterable[LiveState], reason: str) -> None:
         for live in states:
@@ -234,10 +225,11 @@ class Capture:
             step.incomparable.add(number)
             self._say_once(live.fqn, why_not)
             return
-        if not verdicts.certified(number, key):
+        complete = _keeps_all(group, live.optimizer_entries())
+        if not complete or not verdicts.certified(number, key):
             step.certifying.add(number)
-            if not _keeps_all(group, live.optimizer_entries()):
-                step.incomparable.add(number)
+        if not complete:
+            step.incomparable.add(number)
         if number not in self.known or number in self._watch.moved:
             step.incomparable.add(number)  # it goes whole at the end of the step, and there is nothing to compare with
         if number not in step.incomparable:
@@ -261,6 +253,7 @@ class Capture:
         self._end_copying()
         if not self.suspended and self._depth[name] == 0:
             self._watch.accept(self.inventory.states[number] for number in self._stepping.get(name, ()))
+            accumulated.spend(self.inventory.by_optimizer[name])
 
     def _send_value(self, live: LiveState, reason: str) -> DraftValue:
         scalars = live.scalars()
@@ -279,13 +272,6 @@ class Capture:
         if reason not in self._said:
             self._said.add(reason)
             _log.warning("%s and others go whole at every step, not as gradients: %s", fqn, reason)
-
-
-def _unwatched(live: LiveState) -> bool:
-    """Whether the watch may miss writes to this buffer: batch norm's kernel writes running statistics of any size unseen."""
-    tensor = live.current()
-    by_kernel = live.owner is not None and isinstance(live.owner[0], _NormBase)
-    return by_kernel or tensor.numel() * tensor.element_size() < SMALL_BYTES
 
 
 def _unreplayable_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -6,7 +6,7 @@ own. Names are the model's, without what wrappers add (`module.`, `_orig_mod.`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from adacheck.errors import ConfigError, UnsupportedTensor
 from adacheck.manifests.record import StateSpec
-from adacheck.states import local_tensor, tensor_spec
+from adacheck.states import local_tensor, refuse_unstorable, tensor_spec
 
 Models = torch.nn.Module | Iterable[torch.nn.Module] | Mapping[str, torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
@@ -30,7 +30,7 @@ class LiveState:
         fqn, aliases, kind: as in `StateSpec`; kind `transient` is a buffer that `state_dict()` leaves out.
         owner: module whose buffer it is and the buffer's name there, `None` for parameters.
         parameter: the parameter (or the buffer, at the last look).
-        optimizer_name, optimizer: who steps it; `""` and `None` for nobody.
+        optimizer_name, optimizer: who steps it, or did and still keeps entries for it; `""` and `None` for nobody.
     """
 
     state: int
@@ -84,6 +84,7 @@ class Inventory:
     Attributes:
         models, optimizers: what was attached, by name (`""` and `optim` where there is one of them).
         numbers: fqn -> state number; kept over restarts of one generation, extended by new names.
+        states, by_parameter, by_optimizer: the live states by number, by `id` of their parameter, and by who steps them.
     """
 
     models: dict[str, torch.nn.Module]
@@ -91,25 +92,43 @@ class Inventory:
     numbers: dict[str, int] = field(default_factory=dict)
     states: dict[int, LiveState] = field(default_factory=dict)
     by_parameter: dict[int, LiveState] = field(default_factory=dict)
+    by_optimizer: dict[str, list[LiveState]] = field(default_factory=dict)
 
     def refresh(self) -> None:
         """Look again: names of all parameters, buffers, and what the optimizers hold besides (cheap; called at every step)."""
-        found: dict[int, LiveState] = {}
+        names = _Names(self.numbers)
         for prefix, model in self.models.items():
-            self._collect(prefix, model, found)
+            self._collect(prefix, model, names)
         for name, optimizer in self.optimizers.items():
-            self._collect_optimizer(name, optimizer, found)
-        self.states = {live.state: live for live in found.values()}
-        self.by_parameter = {id(live.parameter): live for live in found.values()}
+            self._collect_optimizer(name, optimizer, names)
+        self.states = {live.state: live for live in names.found.values()}
+        self.by_parameter = names.found
+        self.by_optimizer = {name: [] for name in ("", *self.optimizers)}
+        for live in self.states.values():
+            self.by_optimizer[live.optimizer_name].append(live)
 
-    def signature(self) -> tuple[int, ...]:
+    def signature(self, name: str) -> tuple[int, ...]:
         """Changes when a group, a parameter or an optimizer's list of them changes: then `refresh` is due."""
-        parts = [id(p) for optimizer in self.optimizers.values() for group in optimizer.param_groups for p in group["params"]]
-        return (*parts, -1, *(len(optimizer.param_groups) for optimizer in self.optimizers.values()))
+        groups = self.optimizers[name].param_groups
+        return (*(id(p) for group in groups for p in group["params"]), -1, *(len(group["params"]) for group in groups))
 
-    def sharing(self) -> frozenset[int]:
-        """States whose parameter or buffer lies in memory that an optimizer steps under another name: writes to it are not seen."""
-        spans = sorted((*_span(live.current()), live.optimizer is not None, number) for number, live in self.states.items())
+    def empty_slots(self) -> dict[str, tuple[torch.nn.Module, str]]:
+        """Names under which a module has registered a buffer and not made it yet (it is `None`), with where it belongs."""
+        return {
+            prefix + _plain(f"{path}.{name}" if path else name): (module, name)
+            for prefix, model in self.models.items()
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name, buffer in module._buffers.items()
+            if buffer is None
+        }
+
+    def sharing(self, written: Collection[int]) -> frozenset[int]:
+        """States whose parameter or buffer lies in memory that is written under another name, where not all writes are seen.
+
+        Args:
+            written: the states that were seen to be written; those of optimizers are taken to be.
+        """
+        spans = sorted((*_span(live.current()), live.optimizer is not None or n in written, n) for n, live in self.states.items())
         found: set[int] = set()
         end, trained, last = 0, False, -1
         for start, stop, steps, number in spans:
@@ -123,39 +142,64 @@ class Inventory:
         """States with inference tensors, which have no version counter."""
         return frozenset(number for number, live in self.states.items() if any(t.is_inference() for t in live.tensors().values()))
 
-    def _collect(self, prefix: str, model: torch.nn.Module, found: dict[int, LiveState]) -> None:
+    def _collect(self, prefix: str, model: torch.nn.Module, names: _Names) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
-        for raw_name, parameter in model.named_parameters(remove_duplicate=False):
-            self._add(found, prefix + _plain(raw_name), "parameter", parameter, None)
-        for raw_name, buffer in model.named_buffers(remove_duplicate=False):
+        parameters = list(model.named_parameters(remove_duplicate=False))
+        buffers = list(model.named_buffers(remove_duplicate=False))
+        names.raw = {name for name, _ in (*parameters, *buffers)}
+        for raw_name, parameter in parameters:
+            names.add(prefix, raw_name, "parameter", parameter, None)
+        for raw_name, buffer in buffers:
             module_name, _, name = raw_name.rpartition(".")
             module = modules[module_name]
             kind = "transient" if name in module._non_persistent_buffers_set else "buffer"
-            self._add(found, prefix + _plain(raw_name), kind, buffer, (module, name))
+            names.add(prefix, raw_name, kind, buffer, (module, name))
 
-    def _collect_optimizer(self, optimizer_name: str, optimizer: torch.optim.Optimizer, found: dict[int, LiveState]) -> None:
+    def _collect_optimizer(self, optimizer_name: str, optimizer: torch.optim.Optimizer, names: _Names) -> None:
         for g, group in enumerate(optimizer.param_groups):
             for i, parameter in enumerate(group["params"]):
-                if id(parameter) not in found:
-                    self._add(found, f"{optimizer_name}.{g}.{i}", "parameter", parameter, None)
-                live = found[id(parameter)]
+                live = names.found.get(id(parameter)) or names.add(f"{optimizer_name}.", f"{g}.{i}", "parameter", parameter, None)
                 if live.optimizer is not None and live.optimizer is not optimizer:
                     raise ConfigError(
                         f"parameter {live.fqn} is in optimizers {live.optimizer_name!r} and {optimizer_name!r}; give it to one of them"
                     )
                 live.optimizer_name, live.optimizer = optimizer_name, optimizer
+        for key in optimizer.state:  # of parameters that are in no group any more: they may be put back, and then it counts again
+            orphan = names.found.get(id(key))
+            if orphan is not None and orphan.optimizer is None:
+                orphan.optimizer_name, orphan.optimizer = optimizer_name, optimizer
 
-    def _add(
-        self, found: dict[int, LiveState], fqn: str, kind: str, tensor: torch.Tensor, owner: tuple[torch.nn.Module, str] | None
-    ) -> None:
-        if (known := found.get(id(tensor))) is not None:
+
+@dataclass
+class _Names:
+    """What one look finds: each tensor once, under a name that no other tensor has. `raw` are the model's own names."""
+
+    numbers: dict[str, int]
+    raw: set[str] = field(default_factory=set)
+    found: dict[int, LiveState] = field(default_factory=dict)
+    taken: dict[str, LiveState] = field(default_factory=dict)
+
+    def add(self, prefix: str, raw_name: str, kind: str, tensor: torch.Tensor, owner: tuple[torch.nn.Module, str] | None) -> LiveState:
+        """Note a tensor under its plain name; where that belongs to another one, `module.` was no wrapper, and it keeps the raw one."""
+        known = self.found.get(id(tensor))
+        plain = _plain(raw_name)
+        fqn = prefix + (raw_name if plain != raw_name and plain in self.raw else plain)
+        if self.taken.get(fqn, known) is not known:
+            fqn = prefix + raw_name
+            if self.taken.get(fqn, known) is not known:
+                raise ConfigError(f"two different tensors are called {fqn} (one is a {self.taken[fqn].kind}); rename a module or a model")
+        if known is not None:
             if fqn != known.fqn and fqn not in known.aliases:
                 known.aliases = (*known.aliases, fqn)
-            return
-        if tensor.device.type == "meta":
-            raise UnsupportedTensor(f"{fqn} is a meta tensor without bytes; materialise the model before store.attach")
-        number = self.numbers.setdefault(fqn, max(self.numbers.values(), default=-1) + 1)
-        found[id(tensor)] = LiveState(number, fqn, (), kind, tensor, owner)
+                self.taken[fqn] = known
+            return known
+        if tensor.is_meta:
+            refuse_unstorable(tensor, fqn)
+        number = self.numbers.get(fqn)
+        if number is None:
+            number = self.numbers[fqn] = max(self.numbers.values(), default=-1) + 1
+        live = self.found[id(tensor)] = self.taken[fqn] = LiveState(number, fqn, (), kind, tensor, owner)
+        return live
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -192,6 +236,11 @@ def take_inventory(model: Models, optimizer: Optimizers) -> Inventory:
         models = {f"{name}.": m for name, m in models.items()}
     inventory = Inventory(models, optimizers)
     inventory.refresh()
+    for live in inventory.states.values():
+        refuse_unstorable(live.current(), live.fqn)
+        for name, entry in live.optimizer_entries().items():
+            if isinstance(entry, torch.Tensor):
+                refuse_unstorable(entry, f"optimizer entry {name!r} of {live.fqn}")
     return inventory
 
 

@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from adacheck.errors import DamagedCut, UnsupportedTensor
-from adacheck.states import dtype_name, dtype_of, tensor_bytes
+from adacheck.states import dtype_name, dtype_of, empty, tensor_bytes
 
 DEPTH_MAX = 64
 """Most levels of nesting, out and in: each level of decoding takes some 40 KiB of the C stack."""
@@ -244,7 +244,7 @@ def _read_tensor(payload: bytes, depth: int) -> torch.Tensor:
         count *= size
     if count * dtype.itemsize != len(content):
         raise ValueError(f"{len(content)} bytes for a {name} tensor of shape {shape}")
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = empty(shape, dtype)
     tensor_bytes(tensor)[:] = content
     return tensor
 

@@ -1,17 +1,26 @@
-"""Optimizers that did not fire in an iteration: their states changed only if somebody stepped them where no hook saw it.
+"""States that nobody was seen to step: they changed only if somebody stepped them where no hook saw it.
 
 A fused step moves nothing the watch can see, so "did not fire" alone proves nothing. The bytes do: a digest of parameters and step
-tensors that equals the one of the step before is a no-op, anything else goes whole.
+tensors that equals the one of the step before is a no-op, anything else goes whole. Frozen parameters are too many to read at every
+step, and who writes them behind our back (an average of the weights kept through `.data`) writes all of them: a sample is enough.
 """
 
 from __future__ import annotations
 
 import blake3
+import numpy as np
+import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from adacheck.capture.inventory import Inventory, LiveState
 from adacheck.states import tensor_bytes
 
 RECENT_STEPS = 32
+SMALL_BYTES = 64 << 10
+"""Buffers under this size are sent (and left out again if unchanged) at every step: their kernels often write unseen."""
+
+SAMPLES = 16
+"""Elements of a frozen parameter or a large buffer that are looked at in every step, spread over all of it."""
 
 
 class QuietOptimizers:
@@ -21,24 +30,69 @@ class QuietOptimizers:
         self._calls = 0
         self._quiet_at: dict[str, list[int]] = {}
         self._digests: dict[int, bytes] = {}
+        self._samples: dict[int, _Sample] = {}
 
     def reasons(self, inventory: Inventory, fired: set[str]) -> dict[int, str]:
-        """The states of quiet optimizers that are not known to be unchanged since the last call, with the reason."""
+        """The states nobody stepped that are not known to be unchanged since the last call, with the reason.
+
+        `unseen` are those whose bytes did change; for `quiet` and `buffer` there was nothing to compare with.
+        """
         self._calls += 1
         reasons: dict[int, str] = {}
         for name in ("", *inventory.optimizers):  # the first: parameters of no attached optimizer, which another one may step
             quiet = name not in fired
             recent = [at for at in self._quiet_at.get(name, []) if at > self._calls - RECENT_STEPS] + [self._calls] * quiet
             self._quiet_at[name] = recent
-            for live in inventory.states.values():
-                if live.optimizer_name == name and live.kind == "parameter" and (name or live.parameter.requires_grad):
+            for live in inventory.by_optimizer[name]:
+                if live.kind == "parameter" and (name or live.parameter.requires_grad):
                     before = self._digests.pop(live.state, None)
                     now = _digest(live) if len(recent) > 1 or (quiet and before) else None
                     if now is not None:
                         self._digests[live.state] = now
                     if quiet and (now is None or now != before):
-                        reasons[live.state] = "quiet"
+                        reasons[live.state] = "unseen" if now and before else "quiet"
+                elif _unwatched(live):
+                    reasons[live.state] = "buffer"
+                elif self._differs(live):
+                    reasons[live.state] = "unseen"
         return reasons
+
+    def _differs(self, live: LiveState) -> bool:
+        """Whether a sample of it is other than at the last call; memory that is new to it counts as equal, since the watch saw that."""
+        tensor = live.current()
+        known = self._samples.get(live.state)
+        if known is None or known.address != tensor.data_ptr():
+            self._samples[live.state] = _Sample(tensor)
+            return False
+        return known.changed()
+
+
+class _Sample:
+    """Some elements of a tensor, looked at again and again where they lie."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.address = tensor.data_ptr()
+        local = tensor.detach()
+        if local.is_contiguous() and local.device.type == "cpu" and not (local.is_conj() or local.is_neg()):
+            rows = np.frombuffer(tensor_bytes(local), np.uint8).reshape(-1, local.element_size())
+            self._where = rows[:: max(1, len(rows) // SAMPLES)][:SAMPLES]
+        else:
+            self._where = np.empty((0, 1), np.uint8)
+        self._content = self._where.tobytes()
+
+    def changed(self) -> bool:
+        """Whether the elements differ from those at the last look."""
+        before, self._content = self._content, self._where.tobytes()
+        return before != self._content
+
+
+def _unwatched(live: LiveState) -> bool:
+    """Whether the watch may miss writes to this buffer: batch norm's kernel writes running statistics of any size unseen."""
+    if live.kind == "parameter":
+        return False
+    tensor = live.current()
+    by_kernel = live.owner is not None and isinstance(live.owner[0], _NormBase)
+    return by_kernel or tensor.numel() * tensor.element_size() < SMALL_BYTES
 
 
 def _digest(live: LiveState) -> bytes:

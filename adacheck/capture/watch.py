@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from adacheck.capture.inventory import LiveState
+from adacheck.errors import UnsupportedTensor
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,24 @@ class Mark:
 
 
 def mark(live: LiveState) -> Mark:
-    """The present mark of a state."""
+    """The present mark of a state.
+
+    Raises:
+        UnsupportedTensor: one of its tensors has no memory of its own (sparse, or of a subclass that hides it).
+    """
     tensor = live.current()
-    seen: list[object] = [live.kind == "parameter" and tensor.requires_grad]
+    seen: list[object] = [live.aliases, live.optimizer_name, live.kind == "parameter" and tensor.requires_grad]
     held: list[torch.Tensor] = []
-    _add(tensor, seen, held)
-    for name, entry in live.optimizer_entries().items():
-        seen.append(name)
-        if isinstance(entry, torch.Tensor):
-            _add(entry, seen, held)
-        else:
-            seen.append(id(entry) if isinstance(entry, (dict, list)) else entry)
+    try:
+        _add(tensor, seen, held)
+        for name, entry in live.optimizer_entries().items():
+            seen.append(name)
+            if isinstance(entry, torch.Tensor):
+                _add(entry, seen, held)
+            else:
+                seen.append(id(entry) if isinstance(entry, (dict, list)) else entry)
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnsupportedTensor(f"{live.fqn}, or an optimizer entry of it, cannot be stored: {error}") from error
     return Mark(tuple(seen), tuple(held))
 
 

@@ -39,10 +39,10 @@ class Narrower:
     """Narrows one segment after another into the same scratch memory (6 MiB); one for each thread."""
 
     def __init__(self) -> None:
-        self._halves = torch.empty(_ELEMENTS_MAX, dtype=torch.bfloat16)
+        self._halves = torch.empty(_ELEMENTS_MAX, dtype=torch.bfloat16, device="cpu")
         self._halves_u16 = self._halves.view(torch.int16).numpy().view(np.uint16)
         self._stored = tensor_bytes(self._halves)
-        self._scratch = torch.empty(_ELEMENTS_MAX)
+        self._scratch = torch.empty(_ELEMENTS_MAX, dtype=torch.float32, device="cpu")
 
     def narrow(self, raw: memoryview, dtype: str, coefficient: float | None = None) -> Narrowed:
         """Narrow a segment of at most 4 MiB.

@@ -121,13 +121,13 @@ class GradientMemory:
     """Room for the gradients of one batch after the other, so that large tensors are not mapped and unmapped each time."""
 
     def __init__(self) -> None:
-        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._flat = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
         """Tensors of these shapes and dtypes, contents undefined, valid until the next `take`. Keeps the largest batch's bytes."""
         sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN for shape, dtype in wanted]
         if sum(sizes) > self._flat.numel():
-            self._flat = torch.empty(sum(sizes), dtype=torch.uint8)
+            self._flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         views = {dtype: self._flat[: self._flat.numel() // _ALIGN * _ALIGN].view(dtype) for dtype in {dtype for _, dtype in wanted}}
         tensors, at = [], 0
         for (shape, dtype), size in zip(wanted, sizes, strict=True):
