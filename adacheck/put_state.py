@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from adacheck.capture import opaque
 from adacheck.capture.inventory import LiveState
 from adacheck.same import same_bytes
 from adacheck.states import State, local_tensor
@@ -46,11 +47,12 @@ def _distinct(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _put_entries(live: LiveState, optimizer: torch.optim.Optimizer, state: State) -> None:
     parameter = live.parameter
     names = [tensor.name for tensor in state.spec.tensors if tensor.name != "param"]
-    if not names and not state.scalars:
+    scalars = opaque.decode(state.spec.scalars) if state.spec.scalars else {}  # the trainer's own: the shadow keeps `state.scalars`
+    if not names and not scalars:
         optimizer.state.pop(parameter, None)
         return
     before = optimizer.state[parameter]
-    entries: dict[str, Any] = dict(state.scalars)
+    entries: dict[str, Any] = scalars
     for name in names:
         source, known = state.tensors[name], before.get(name)
         if isinstance(known, torch.Tensor) and known.shape == source.shape and known.dtype == source.dtype:

@@ -66,7 +66,7 @@ class StateSpec:
         optimizer: name of the optimizer that owns it, `""` for none.
         requires_grad: of the parameter, when this was shipped.
         tensors: `param` first, then the optimizer's tensors sorted by name.
-        scalars: msgpack of the optimizer's entries that are no tensors (ints, floats, `None`), `b""` for none.
+        scalars: msgpack of the optimizer's entries that are no tensors (numbers, `None`, containers), `b""` for none.
     """
 
     state: int
@@ -86,7 +86,7 @@ class Kernel:
     Attributes:
         optimizer_class: dotted name, `torch.optim.adamw.AdamW`.
         implementation: `fused`, `foreach`, `loop`, or `default` where the class chooses itself.
-        flags: sorted `name=value` pairs of the class's switches (`amsgrad=False`, `maximize=False`).
+        flags: sorted `name=value` pairs of the class's switches (`amsgrad=False`, `momentum=nonzero`), and of what else it depends on.
         device: `cpu`, or the accelerator's name.
         torch_build: version and build of torch.
         cpu_capability: `torch.backends.cpu.get_cpu_capability()`; `AVX2` and `AVX512` agree bit for bit and are recorded as found.
@@ -106,7 +106,10 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One parameter group at an event: its states in order, and msgpack of all its hyperparameters as the step used them."""
+    """One parameter group at an event: its states in order, and msgpack of all its hyperparameters as the step used them.
+
+    Attributes of the optimizer itself that the step reads are among them, as `optimizer.NAME`.
+    """
 
     states: tuple[int, ...]
     hyperparameters: bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,53 +172,18 @@ def test_sparse_gradients_go_whole(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert set(travelled(found, "0.weight")) == {"value: optimizer"} and set(travelled(found, "1.weight")) == {"gradient"}
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_grad_scaler_with_infinities(tmp_path: Path, caplog: pytest.LogCaptureFixture, fused: bool) -> None:
-    """A step skipped by the scaler, or inside its fused kernel, is none in the chain."""
+class Undeclared(torch.optim.RMSprop):
+    """Somebody's own."""
 
+
+def test_optimizers_that_nobody_declared_go_whole_and_say_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def make(seed: int) -> Job:
         model = mlp(seed)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-        return Job(model, {"optim": adamw(model.parameters(), fused=fused)}, scaled, {"scaler": scaler})
-
-    def scaled(job: Job, n: int) -> None:
-        scaler = job.extra["scaler"]
-        job.optimizer.zero_grad()
-        loss = job.model(torch.randn(5, 12)).square().mean() * (float("inf") if n in (4, 12, 13, LAST + 1) else 1.0)
-        scaler.scale(loss).backward()
-        scaler.unscale_(job.optimizer) if not fused else None
-        scaler.step(job.optimizer)
-        scaler.update()
-
-    found = survives(tmp_path, make, caplog)
-    by_step = dict(zip(sorted(found.increments), travelled(found, "0.weight"), strict=True))
-    assert set(by_step.values()) == ({"value: optimizer"} if fused else {"gradient", "value: quiet", "-"})
-    assert fused or (by_step[11] == by_step[14] == "gradient" and by_step[12] == "value: quiet" and by_step[13] == "-")
-
-
-OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
-    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1e-2),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "Muon": lambda p: torch.optim.Muon([w for w in p if w.dim() == 2], lr=1e-2),
-}
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_optimizers_go_whole_and_say_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
-    def make(seed: int) -> Job:
-        model = mlp(seed)
-        return Job(model, {"optim": OTHERS[kind](model.parameters())}, plain)
+        return Job(model, {"optim": Undeclared(model.parameters(), lr=1e-2)}, plain)
 
     found = survives(tmp_path, make, caplog)
     assert set(travelled(found, "0.weight")) == {"value: optimizer"}
-    assert len([record for record in caplog.records if kind in record.message]) == 2  # once for each of the two starts
+    assert len([record for record in caplog.records if "Undeclared" in record.message]) == 2  # once for each of the two starts
 
 
 @pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(1e-2)}, {"capturable": False}])

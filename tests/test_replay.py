@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from adacheck.capture import opaque
@@ -18,29 +17,8 @@ from adacheck.keeper.replay import BATCH_BYTES, GradientMemory, Replayed, Replay
 from adacheck.kernel import kernel_of, replayable
 from adacheck.same import differing
 from adacheck.threads import arithmetic
-from tests.live_optimizer import SHAPES, Live, from_live, shadow
-
-IMPLEMENTATIONS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False, "fused": False}}
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adam": (Adam, {}),
-    "adam, weight decay": (Adam, {"weight_decay": 0.1}),
-    "adam, amsgrad, maximize": (Adam, {"amsgrad": True, "maximize": True}),
-    "adamw": (AdamW, {}),
-    "adamw, amsgrad": (AdamW, {"amsgrad": True}),
-    "adamw, maximize": (AdamW, {"maximize": True}),
-    "sgd": (SGD, {}),
-    "sgd, momentum": (SGD, {"momentum": 0.9}),
-    "sgd, nesterov, weight decay": (SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "sgd, dampening, maximize": (SGD, {"momentum": 0.9, "dampening": 0.3, "maximize": True}),
-}
-VALUE = {
-    # Fused SGD with momentum below fp32 reads memory it has not written: 861 of 200,003 elements differed after 30 steps, and
-    # two identical runs differed from each other (142 bytes of 1.2 M after 6 steps).
-    (name, "fused", torch.bfloat16)
-    for name, (_, options) in OPTIMIZERS.items()
-    if options.get("momentum")
-}
-"""What goes as `value` although its class is replayed, with the reason."""
+from tests.live_optimizer import Live, shadow
+from tests.optimizer_table import KINDS, Entry, entries, first_of_each_kernel
 
 
 def replay(live: Live, events: list[Any], limit_bytes: int = BATCH_BYTES, replayer: Replayer | None = None) -> None:
@@ -51,38 +29,31 @@ def replay(live: Live, events: list[Any], limit_bytes: int = BATCH_BYTES, replay
             replayer.apply(kernel, batch)
 
 
-def table(*, with_value: bool) -> list[Any]:
-    combinations = itertools.product(OPTIMIZERS, IMPLEMENTATIONS, (torch.float32, torch.bfloat16))
-    return [
-        pytest.param(name, implementation, dtype, id=f"{name}-{implementation}-{str(dtype)[6:]}")
-        for name, implementation, dtype in combinations
-        if with_value or (name, implementation, dtype) not in VALUE
-    ]
+def made(kind: str, kernel: str, dtype: torch.dtype, flags: str = "none", **options: Any) -> Live:
+    line = Entry(kind, kernel, flags, dtype, None)
+    return Live(getattr(torch.optim, kind), line.options(), dtype, shapes=KINDS[kind].shapes, **options)
 
 
-def made(name: str, implementation: str, dtype: torch.dtype, **options: Any) -> Live:
-    kind, of_kind = OPTIMIZERS[name]
-    return Live(kind, of_kind | IMPLEMENTATIONS[implementation], dtype, **options)
+PLAIN = [pytest.param(line, id=line.name) for line in first_of_each_kernel() if line.payload == "gradient"]
+LINES = [pytest.param(line, id=line.name) for line in entries() if line.payload == "gradient"]
 
 
-@pytest.mark.parametrize(("name", "implementation", "dtype"), table(with_value=True))
-def test_replay_equals_live_byte_for_byte_from_the_first_step_on(name: str, implementation: str, dtype: torch.dtype) -> None:
-    live = made(name, implementation, dtype)
+@pytest.mark.parametrize("line", LINES)
+def test_replay_equals_live_byte_for_byte_from_the_first_step_on(line: Entry) -> None:
+    live = made(line.kind, line.kernel, line.dtype, line.flags)
     group = live.optimizer.param_groups[0]
-    if (name, implementation, dtype) in VALUE:
-        assert replayable(live.optimizer, group, live.parameters[0]) is not None
-        return
-    assert replayable(live.optimizer, group, live.parameters[0]) is None
     replayer = Replayer()
-    for _ in range(6):
-        replay(live, live.step(), replayer=replayer)
+    for _ in range(4):
+        events = live.step()
+        assert replayable(live.optimizer, group, live.parameters[0], events[0][0]) is None
+        replay(live, events, replayer=replayer)
         assert live.unequal() == {}
-    assert kernel_of(live.optimizer, group).implementation == implementation
+    assert kernel_of(live.optimizer, group).implementation == line.kernel
 
 
-@pytest.mark.parametrize(("name", "implementation", "dtype"), table(with_value=False))
-def test_any_batching_and_one_thread_give_the_bits_of_two_threads(name: str, implementation: str, dtype: torch.dtype) -> None:
-    live = made(name, implementation, dtype)
+@pytest.mark.parametrize("line", PLAIN)
+def test_any_batching_and_one_thread_give_the_bits_of_two_threads(line: Entry) -> None:
+    live = made(line.kind, line.kernel, line.dtype, line.flags)
     with arithmetic(threads=2):
         steps = [live.step() for _ in range(4)]
     assert steps[0][0][0].threads == 2
@@ -91,14 +62,24 @@ def test_any_batching_and_one_thread_give_the_bits_of_two_threads(name: str, imp
     assert live.unequal() == {}
 
 
+@pytest.mark.parametrize("line", [pytest.param(line, id=line.name) for line in entries() if line.payload == "value"])
+def test_what_goes_as_value_says_why(line: Entry) -> None:
+    live = made(line.kind, line.kernel, line.dtype, line.flags)
+    kernel, _ = live.step()[0]
+    assert line.reason is not None
+    assert line.reason in (replayable(live.optimizer, live.optimizer.param_groups[0], live.parameters[0], kernel) or "")
+
+
 def test_loop_kernels_below_fp32_depend_on_the_thread_count_so_it_is_taken_as_recorded() -> None:
-    assert replay_threads(2, "loop", torch.bfloat16) == replay_threads(2, "foreach", torch.bfloat16) == 2
-    assert replay_threads(2, "loop", torch.float32) == replay_threads(2, "fused", torch.bfloat16) == 1
+    kernel = replace(made("AdamW", "loop", torch.float32).recorded()[0][0], threads=2)
+    assert replay_threads(kernel, "loop", torch.bfloat16) == replay_threads(kernel, "foreach", torch.bfloat16) == 2
+    assert replay_threads(kernel, "loop", torch.float32) == replay_threads(kernel, "fused", torch.bfloat16) == 1
+    assert replay_threads(replace(kernel, optimizer_class="torch.optim._muon.Muon"), "default", torch.float32) == 2
 
 
 def test_a_tensor_lr_is_replayed() -> None:
     for implementation in ("fused", "loop"):
-        live = made("adamw", implementation, torch.float32, lr=torch.tensor(0.01))
+        live = made("AdamW", implementation, torch.float32, lr=torch.tensor(0.01))
         for _ in range(3):
             replay(live, live.step())
         assert live.unequal() == {}
@@ -120,9 +101,9 @@ def test_groups_of_one_event_may_differ_in_implementation_and_dtype() -> None:
 
 
 def test_a_momentum_buffer_made_late_gives_other_bits_and_says_so() -> None:
-    live = made("sgd, momentum", "foreach", torch.bfloat16)
+    live = made("SGD", "foreach", torch.bfloat16, "momentum")
     live.step()
-    live.shadows = [from_live(live, number) for number in range(len(SHAPES))]
+    live.look_again()
     del live.optimizer.state[live.parameters[0]]
     kernel, given = live.step()[0]
     assert "mixed=True" in kernel.flags
@@ -131,7 +112,7 @@ def test_a_momentum_buffer_made_late_gives_other_bits_and_says_so() -> None:
 
 
 def test_several_events_of_one_increment_are_replayed_in_order() -> None:
-    live = made("adamw", "fused", torch.float32)
+    live = made("AdamW", "fused", torch.float32)
     replay(live, [*live.step(), *live.step()])
     assert live.unequal() == {}
 
@@ -154,22 +135,22 @@ def test_the_recorded_denormal_mode_is_used_and_put_back(flush: bool) -> None:
 
 
 def test_nan_and_infinite_gradients_are_replayed() -> None:
-    for name in ("adamw", "sgd, momentum"):
-        live = made(name, "fused", torch.float32)
+    for kind, flags in (("AdamW", "none"), ("SGD", "momentum")):
+        live = made(kind, "fused", torch.float32, flags)
         live.step()
-        live.shadows = [from_live(live, number) for number in range(len(SHAPES))]
+        live.look_again()
         for parameter in live.parameters:
             parameter.grad = torch.full_like(parameter, float("inf"))
             if parameter.numel() > 3:
                 parameter.grad.view(-1).view(torch.int32)[3] = 0x7FA00001
-        events = [live._recorded(group) for group in live.optimizer.param_groups]
+        events = live.recorded()
         live.optimizer.step()
         replay(live, events)
         assert live.unequal() == {}
 
 
 def test_no_hook_fires_no_class_is_patched_and_no_gradient_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    live = made("adamw", "fused", torch.float32)
+    live = made("AdamW", "fused", torch.float32)
     events = live.step()
     happened: list[str] = []
     monkeypatch.setattr(torch.optim.Optimizer, "_patch_step_function", lambda _: happened.append("patched"))
@@ -193,16 +174,16 @@ def test_no_hook_fires_no_class_is_patched_and_no_gradient_is_kept(monkeypatch: 
     "change", [{"optimizer_class": "os.system"}, {"torch_build": "other"}, {"cpu_capability": "VSX"}, {"device": "cuda"}]
 )
 def test_another_kernel_is_refused_and_nothing_changed(change: dict[str, str]) -> None:
-    live = made("adamw", "fused", torch.float32)
+    live = made("AdamW", "fused", torch.float32)
     kernel, given = live.step()[0]
     before = [copy.deepcopy(shadow.tensors) for shadow in live.shadows]
     with pytest.raises(ReplayRefused, match=next(iter(change.values()))):
         replay(live, [(replace(kernel, **change), given)])
-    assert [differing(one, shadow.tensors) for one, shadow in zip(before, live.shadows, strict=True)] == [()] * len(SHAPES)
+    assert [differing(one, shadow.tensors) for one, shadow in zip(before, live.shadows, strict=True)] == [()] * len(live.shadows)
 
 
 def test_what_torch_raises_comes_as_refusal_naming_the_state() -> None:
-    live = made("adamw", "fused", torch.float32)
+    live = made("AdamW", "fused", torch.float32)
     kernel, given = live.step()[0]
     del given[0][1]["betas"]
     replayer = Replayer()
@@ -212,7 +193,7 @@ def test_what_torch_raises_comes_as_refusal_naming_the_state() -> None:
 
 
 def test_new_tensors_take_the_parameters_place_in_its_global_tensor() -> None:
-    live = made("adamw", "fused", torch.float32)
+    live = made("AdamW", "fused", torch.float32)
     whole = live.shadows[4].spec.tensors[0]
     chunk = replace(whole, global_shape=(66, 17, 19), offsets=(33, 0, 0))
     live.shadows[4].spec = replace(live.shadows[4].spec, tensors=(chunk,))

@@ -28,8 +28,9 @@ from adacheck.capture.watch import Watch, version
 from adacheck.errors import AdacheckError
 from adacheck.keeper.certify import Certifier
 from adacheck.keeper.submission import Draft, DraftGradient, DraftValue
-from adacheck.kernel import certificate_key, kernel_of, replayable
+from adacheck.kernel import certificate_key, hyperparameters, kernel_of, replayable, writes_gradients
 from adacheck.manifests.record import Event, Group, Kernel
+from adacheck.optimizers import Declaration, declaration
 from adacheck.states import dtype_name
 
 _log = logging.getLogger("adacheck")
@@ -191,7 +192,7 @@ class Capture:
                         live = self.inventory.by_parameter[id(parameter)]
                         self._step.fired.add(name)
                         self._stepping[name].add(live.state)
-                        self._capture_gradient(parameter.grad, group, live, kernel, event, replayable(optimizer, group, parameter))
+                        self._capture_gradient(parameter.grad, group, live, kernel, event, replayable(optimizer, group, parameter, kernel))
 
     def _look(self) -> None:
         self.inventory.refresh()
@@ -207,8 +208,7 @@ class Capture:
         found: dict[Kernel, list[tuple[Group, dict[str, Any]]]] = {}
         for group in optimizer.param_groups:
             numbers = tuple(self.inventory.by_parameter[id(p)].state for p in group["params"])
-            plain = {name: entry for name, entry in group.items() if name != "params"}
-            described = Group(numbers, opaque.encode("hyperparameters", plain))
+            described = Group(numbers, opaque.encode("hyperparameters", hyperparameters(optimizer, group)))
             found.setdefault(kernel_of(optimizer, group), []).append((described, group))
         return found
 
@@ -225,7 +225,7 @@ class Capture:
             step.incomparable.add(number)
             self._say_once(live.fqn, why_not)
             return
-        complete = _keeps_all(group, live.optimizer_entries())
+        complete = _keeps_all(kernel, group, live.optimizer_entries())
         if not complete or not verdicts.certified(number, key):
             step.certifying.add(number)
         if not complete:
@@ -233,7 +233,7 @@ class Capture:
         if number not in self.known or number in self._watch.moved:
             step.incomparable.add(number)  # it goes whole at the end of the step, and there is nothing to compare with
         if number not in step.incomparable:
-            while_stepping = not _writes_gradients(kernel)
+            while_stepping = not writes_gradients(kernel)
             self.writer.send_gradient(number, event, gradient, self._clip.of(live.parameter), while_stepping=while_stepping)
             if while_stepping:
                 self._copying.append((number, gradient, version(gradient)))
@@ -275,18 +275,15 @@ class Capture:
 
 
 def _unreplayable_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a call of `step` with these arguments cannot be replayed; the first is the optimizer itself."""
     if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
         return "step(closure) evaluates the loss inside the optimizer"
+    if any(given is not None for given in (*args[2:], *kwargs.values())):
+        return "its optimizer's step() is given arguments, which are not recorded"
     return None
 
 
-def _writes_gradients(kernel: Kernel) -> bool:
-    """Whether the step itself writes into the gradients: of the replayed kernels only foreach SGD with Nesterov momentum does."""
-    return kernel.implementation == "foreach" and "nesterov=True" in kernel.flags
-
-
-def _keeps_all(group: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:
+def _keeps_all(kernel: Kernel, group: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:
     """Whether all the optimizer state exists that a step of this group needs: before, a replay would begin from nothing."""
-    if "momentum" in group and "betas" not in group:
-        return not group["momentum"] or isinstance(entries.get("momentum_buffer"), torch.Tensor)
-    return bool(entries)
+    known = declaration(kernel.optimizer_class)
+    return isinstance(known, Declaration) and known.complete(group, entries)

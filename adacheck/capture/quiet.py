@@ -96,8 +96,9 @@ def _unwatched(live: LiveState) -> bool:
 
 
 def _digest(live: LiveState) -> bytes:
+    """Of the parameter and the step counter, which every step moves; of all tensors where the optimizer keeps no counter."""
+    tensors = live.tensors()
     hasher = blake3.blake3()
-    for name, tensor in live.tensors().items():
-        if name in ("param", "step"):
-            hasher.update(tensor_bytes(tensor.cpu().contiguous()))
+    for name in ("param", "step") if "step" in tensors else tensors:
+        hasher.update(tensor_bytes(tensors[name].cpu().contiguous()))
     return hasher.digest()

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from adacheck.capture.inventory import Inventory
 from adacheck.capture.step_hooks import untraced
-from adacheck.kernel import class_name
+from adacheck.optimizers import class_name
 
 _log = logging.getLogger("adacheck")
 

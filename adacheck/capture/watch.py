@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import NoneType
 
 import torch
 
@@ -19,11 +20,12 @@ from adacheck.errors import UnsupportedTensor
 class Mark:
     """What can be seen of a state without reading its bytes: equal `seen`, no visible write.
 
-    `held` keeps the tensors and their memory alive as long as the mark, so that no address in `seen` can be used again meanwhile.
+    `held` keeps the tensors, their memory, and other objects alive as long as the mark, so that no address in `seen` can be used
+    again meanwhile.
     """
 
     seen: tuple[object, ...]
-    held: tuple[torch.Tensor, ...] = field(compare=False)
+    held: tuple[object, ...] = field(compare=False)
 
 
 def mark(live: LiveState) -> Mark:
@@ -34,21 +36,24 @@ def mark(live: LiveState) -> Mark:
     """
     tensor = live.current()
     seen: list[object] = [live.aliases, live.optimizer_name, live.kind == "parameter" and tensor.requires_grad]
-    held: list[torch.Tensor] = []
+    held: list[object] = []
     try:
         _add(tensor, seen, held)
         for name, entry in live.optimizer_entries().items():
             seen.append(name)
             if isinstance(entry, torch.Tensor):
                 _add(entry, seen, held)
-            else:
-                seen.append(id(entry) if isinstance(entry, (dict, list)) else entry)
+            elif isinstance(entry, (int, str, bytes, NoneType)):
+                seen.append(entry)
+            else:  # containers and arrays do not compare as one, and NaN equals nothing
+                seen.append(id(entry))
+                held.append(entry)
     except (RuntimeError, NotImplementedError) as error:
         raise UnsupportedTensor(f"{live.fqn}, or an optimizer entry of it, cannot be stored: {error}") from error
     return Mark(tuple(seen), tuple(held))
 
 
-def _add(tensor: torch.Tensor, seen: list[object], held: list[torch.Tensor]) -> None:
+def _add(tensor: torch.Tensor, seen: list[object], held: list[object]) -> None:
     local = getattr(tensor, "_local_tensor", tensor)
     seen += (id(tensor), local.data_ptr(), version(tensor), version(local))
     held += (tensor, local.detach())

@@ -5,6 +5,7 @@ An increment moves a state by whole values or by replayed gradients; what was se
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -215,11 +216,11 @@ def _kernels(increment: Increment, state: int, shadow: State) -> set[Kernel]:
 
 
 def _clone(state: State) -> State:
-    return State(state.spec, {name: tensor.clone() for name, tensor in state.tensors.items()}, dict(state.scalars))
+    return State(state.spec, {name: tensor.clone() for name, tensor in state.tensors.items()}, copy.deepcopy(state.scalars))
 
 
 def _same(a: State, b: State) -> bool:
-    if a.spec.tensors != b.spec.tensors or a.scalars != b.scalars:
+    if a.spec.tensors != b.spec.tensors or a.spec.scalars != b.spec.scalars:
         return False
     return all(same_bytes(a.tensors[t.name], b.tensors[t.name]) for t in a.spec.tensors)
 

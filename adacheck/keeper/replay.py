@@ -17,8 +17,9 @@ from torch.optim.optimizer import Optimizer
 
 from adacheck.capture import opaque
 from adacheck.errors import ReplayRefused
-from adacheck.kernel import CLASSES, WIDE, environment, implementation_of, refusal
+from adacheck.kernel import ATTRIBUTE, WIDE, environment, implementation_of, refusal
 from adacheck.manifests.record import Kernel, StateSpec
+from adacheck.optimizers import Declaration, declaration
 from adacheck.states import State, tensor_spec
 from adacheck.threads import arithmetic
 
@@ -74,6 +75,8 @@ class Replayer:
         optimizer, step = self._optimizer(kernel.optimizer_class)
         members = [member for group in groups for member in group.members]
         optimizer.param_groups = [_attach(group) for group in groups]
+        attributes = _attributes(members[0].hyperparameters)
+        vars(optimizer).update(attributes)
         entries = defaultdict(dict, {member.state.tensors["param"]: _optimizer_entries(member.state) for member in members})
         optimizer.state = entries
         try:
@@ -86,16 +89,18 @@ class Replayer:
             for member in members:
                 member.state.tensors["param"].grad = None
             optimizer.param_groups, optimizer.state = [], defaultdict(dict)
+            for name in attributes:
+                delattr(optimizer, name)
         for member in members:
             _take_entries(member.state, entries[member.state.tensors["param"]])
 
     def _optimizer(self, name: str) -> tuple[Optimizer, Callable[[Optimizer], object]]:
-        """An instance of a known class without its constructor, and the step function below torch's hooks."""
+        """An instance of a declared class, and its step function below torch's hooks."""
         if name not in self._optimizers:
-            kind = CLASSES[name]
-            optimizer = kind.__new__(kind)
-            optimizer.__dict__.update(defaults={"differentiable": False}, state=defaultdict(dict), param_groups=[])
-            step: Any = kind.step
+            known = declaration(name)
+            assert isinstance(known, Declaration), "a kernel that was not refused has a declared class"
+            optimizer = known.blank()
+            step: Any = known.kind.step
             while getattr(step, "hooked", False):
                 step = step.__wrapped__
             self._optimizers[name] = (optimizer, step)
@@ -137,12 +142,15 @@ class GradientMemory:
         return tensors
 
 
-def replay_threads(recorded: int, implementation: str, parameter: torch.dtype) -> int:
+def replay_threads(recorded: Kernel, implementation: str, parameter: torch.dtype) -> int:
     """Threads to replay with: one where any number gives the same bits (measured: `tests/test_replay.py`), else as recorded.
 
-    Loop and foreach kernels below fp32 round differently in the last vector of each thread's part, so there the count matters.
+    Loop and foreach kernels below fp32 round differently in the last vector of each thread's part, and sums and products over a
+    tensor are cut by threads: there the count matters.
     """
-    return 1 if implementation == "fused" or parameter in WIDE else recorded
+    known = declaration(recorded.optimizer_class)
+    elementwise = isinstance(known, Declaration) and known.elementwise
+    return 1 if elementwise and (implementation == "fused" or parameter in WIDE) else recorded.threads
 
 
 def spec_of(spec: StateSpec, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> StateSpec:
@@ -181,7 +189,7 @@ def _parts(kernel: Kernel, batch: Sequence[Replayed]) -> dict[int, list[_Group]]
         if identity not in groups:
             implementation = implementation_of(kernel.optimizer_class, member.hyperparameters, [member.state.tensors["param"]])
             groups[identity] = _Group(member.hyperparameters, implementation)
-            parts.setdefault(replay_threads(kernel.threads, implementation, dtype), []).append(groups[identity])
+            parts.setdefault(replay_threads(kernel, implementation, dtype), []).append(groups[identity])
         groups[identity].members.append(member)
     return parts
 
@@ -194,7 +202,13 @@ def _attach(group: _Group) -> dict[str, Any]:
         parameter.grad = member.gradient
         parameters.append(parameter)
     chosen = {"fused": group.implementation == "fused", "foreach": group.implementation == "foreach"}
-    return {**group.hyperparameters, **chosen, "params": parameters}
+    entries = {name: entry for name, entry in group.hyperparameters.items() if not name.startswith(ATTRIBUTE)}
+    return {**entries, **{name: choice for name, choice in chosen.items() if name in entries}, "params": parameters}
+
+
+def _attributes(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What was recorded of the optimizer itself, the same for all groups of an event."""
+    return {name.removeprefix(ATTRIBUTE): value for name, value in hyperparameters.items() if name.startswith(ATTRIBUTE)}
 
 
 def _optimizer_entries(state: State) -> dict[str, Any]:
@@ -203,19 +217,14 @@ def _optimizer_entries(state: State) -> dict[str, Any]:
 
 
 def _take_entries(state: State, entries: Mapping[str, Any]) -> None:
-    """Put what the step made or replaced back into the state; steps in place leave nothing to do."""
-    changed = False
-    for name, value in entries.items():
-        if isinstance(value, torch.Tensor):
-            if state.tensors.get(name) is not value:
-                state.tensors[name] = value
-                state.scalars.pop(name, None)
-                changed = True
-        elif name not in state.scalars or state.scalars[name] != value:
-            state.scalars[name] = value
-            changed = True
-    if changed:
-        ordered = {name: state.tensors[name] for name in ("param", *sorted(state.tensors.keys() - {"param"}))}
-        state.tensors.clear()
-        state.tensors.update(ordered)
-        state.spec = spec_of(state.spec, state.tensors, state.scalars)
+    """Put what the step made or replaced back into the state; steps in place, without entries that are no tensors, leave nothing to do."""
+    made = {"param": state.tensors["param"]}
+    made.update({name: entry for name, entry in sorted(entries.items()) if isinstance(entry, torch.Tensor)})
+    scalars = {name: entry for name, entry in entries.items() if name not in made}
+    same = len(made) == len(state.tensors) and all(state.tensors.get(name) is tensor for name, tensor in made.items())
+    if same and not scalars and not state.scalars:
+        return
+    state.tensors.clear()
+    state.tensors.update(made)
+    state.scalars = scalars
+    state.spec = spec_of(state.spec, made, scalars)
