@@ -28,6 +28,10 @@ from adacheck.states import State
 
 T = TypeVar("T")
 
+READ_BYTES = 32 << 20
+"""Most that reading a cut holds at a time beside its states: three windows of an object (24 MiB) and the segment that is put
+together from them, or a segment of the log and a batch of gradients (8 MiB, or one larger gradient)."""
+
 _log = logging.getLogger("adacheck")
 
 
@@ -95,7 +99,7 @@ def first_usable(
 def reject(sources: Sources, offers: list[Offer], bad: Offer, step: int, error: Exception) -> list[Offer]:
     """Say why a source is not used, and give the offers that are left."""
     sources.rejected.append(f"cut {step} from {bad.source}: {error}")
-    _log.warning("rejected: cut %d from %s: %s", step, bad.source, error)
+    _log.warning("rejected: cut %d from %s: %s", step, bad.source, str(error))  # a record kept with the error would keep what was read
     return without(offers, bad, step, error)
 
 
