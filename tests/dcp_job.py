@@ -37,8 +37,11 @@ def dcp_load(flat: dict[str, Any], reader: StorageReader) -> dict[str, Any]:
 
 
 def load_job(model: torch.nn.Module, optimizers: Optimizers, reader: StorageReader) -> None:
-    """All of it: what a script does to go on elsewhere."""
-    put_back(model, optimizers, dcp_load(flat_state(model, optimizers), reader))
+    """All of it, as the README has it: nested, where `flat_state` is flat."""
+    model_state, optimizer_state = get_state_dict(model, optimizers, options=FLAT)
+    state: dict[str, Any] = {"model": model_state, "optim": optimizer_state}
+    dcp_load(state, reader)
+    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optim"], options=FLAT)
 
 
 def digests(flat: dict[str, Any]) -> dict[str, str]:
