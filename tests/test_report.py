@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,7 +25,7 @@ from adacheck.manifests.record import Fork, FullEntry, Incarnation
 from adacheck.report import charts
 from adacheck.report.facts import Facts, LoggedStep, gather_facts, logged_steps
 from adacheck.report.page import render, summary
-from adacheck.report.svg import POINTS_MAX, Chart, Series, draw, number, thinned, ticks
+from adacheck.report.svg import POINTS_MAX, Chart, Point, Series, draw, number, thinned, ticks
 from adacheck.tools import restore
 from tests.damaged_store import Copy
 from tests.record_strategies import of_class
@@ -116,16 +117,27 @@ def test_the_charts_hold_every_live_step(facts: Facts) -> None:
     (blocked,) = charts.blocked(facts).series
     told_by = {1: (1, 2), 2: (1, 3), 3: (1, 4), 4: (1, 5), 5: (2, 6), 6: (2, 7)}
     assert blocked.points == tuple((step, cost[after] / 1e3) for step, after in told_by.items())
-    behind = {series.name: dict(series.points) for series in charts.watermarks(facts).series}
+    behind = {series.name: known(series.points) for series in charts.watermarks(facts).series}
     assert behind["committed"] == {row.step: row.step - row.committed for row in rows if row.committed >= 0}
     (proven,) = charts.proven_lag(facts).series
-    assert proven.points == tuple((row.step, row.step - row.proven) for row in rows if row.proven >= 0)
+    assert known(proven.points) == {row.step: row.step - row.proven for row in rows if row.proven >= 0}
     times = charts.timeline(facts)
     assert [len(series.points) for series in times.series] == [9, 3] and len(times.rules) == 2
     assert [(marker.y, marker.name) for marker in times.markers] == [(full.step, f"full, {full.status}") for full in facts.fulls]
     cuts = charts.cuts(facts)
     assert [(series.points[0][0], series.points[1][0]) for series in cuts.series] == charts.ranges(facts.nvme_steps)
     assert [marker.x for marker in cuts.markers] == [1, 4]
+
+
+def known(points: Iterable[Point]) -> dict[float, float]:
+    return {x: y for x, y in points if not math.isnan(y)}
+
+
+def test_a_line_is_broken_where_nothing_is_known() -> None:
+    points = ((1.0, 1.0), (2.0, 2.0), (3.0, math.nan), (4.0, 1.0), (5.0, math.inf), (6.0, 1.0), (7.0, 2.0))
+    svg = ElementTree.fromstring(draw(Chart("t", "x", "y", (Series("a", "#000", points),))))
+    lines = [len((e.get("points") or "").split()) for e in svg.iter() if e.tag.endswith("polyline")]
+    assert lines == [2, 2] and sum(e.tag.endswith("circle") for e in svg.iter()) == 1
 
 
 def test_the_page_says_what_the_store_holds(facts: Facts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
@@ -128,4 +129,6 @@ def proven_lag(facts: Facts) -> Chart:
 
 
 def _behind(steps: Sequence[LoggedStep], mark: str) -> tuple[Point, ...]:
-    return tuple((float(s.row.step), float(s.row.step - getattr(s.row, mark))) for s in steps if getattr(s.row, mark) >= 0)
+    """A line that is broken where there was no such step."""
+    marks = ((s.row.step, getattr(s.row, mark)) for s in steps)
+    return tuple((float(step), float(step - at) if at >= 0 else math.nan) for step, at in marks)

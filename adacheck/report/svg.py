@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from html import escape as _escape
 
 Point = tuple[float, float]
@@ -19,7 +20,10 @@ POINTS_MAX = 600
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line, or one layer of a stack: points in the order of x. One without a name is not in the legend."""
+    """One line, or one layer of a stack: points in the order of x. One without a name is not in the legend.
+
+    A line is broken where y is not finite.
+    """
 
     name: str
     colour: str
@@ -77,7 +81,7 @@ def thinned(points: Sequence[Point], most: int = POINTS_MAX) -> tuple[Point, ...
     """At most so many points (and two more): of each bucket the one with the least y and the one with the greatest, first and last."""
     if len(points) <= most:
         return tuple(points)
-    size = -(-2 * len(points) // most)
+    size = -(-2 * len(points) // max(most, 2))
     kept = {0, len(points) - 1}
     for start in range(0, len(points), size):
         bucket = range(start, min(start + size, len(points)))
@@ -103,10 +107,9 @@ def number(value: float) -> str:
 
 def draw(chart: Chart) -> str:
     """The chart as one `<svg>` element; without any point, a line that says so."""
-    series = [Series(s.name, s.colour, _finite(s.points), s.dashed) for s in chart.series]
     markers = [marker for marker in chart.markers if _finite([(marker.x, marker.y)])]
-    layers = _stacked(series) if chart.stacked else series
-    points = [point for layer in layers for point in layer.points] + [(marker.x, marker.y) for marker in markers]
+    layers = _stacked(chart.series) if chart.stacked else list(chart.series)
+    points = _finite([point for layer in layers for point in layer.points]) + [(marker.x, marker.y) for marker in markers]
     parts = [f'<text class="title" x="{LEFT}" y="18">{escape(chart.title)}</text>']
     if not points:
         parts.append(f'<text class="label" x="{LEFT}" y="60">nothing recorded</text>')
@@ -119,9 +122,9 @@ def draw(chart: Chart) -> str:
     if chart.stacked:
         parts += [_area(layer, below, x, y) for layer, below in _layers(layers)]
     else:
-        parts += [_line(layer, x, y) for layer in layers]
+        parts += [line for layer in layers for line in _lines(layer, x, y, 7.0 if chart.y_names else 1.4)]
     parts += [_marker(marker, x.at(marker.x), y.at(marker.y)) for marker in markers]
-    parts += _legend([*(s for s in series if s.name), *{marker.name: marker for marker in markers}.values()])
+    parts += _legend([*(s for s in chart.series if s.name), *{marker.name: marker for marker in markers}.values()])
     return _svg(chart.title, parts, HEIGHT)
 
 
@@ -130,8 +133,8 @@ def _svg(title: str, parts: Iterable[str], height: int) -> str:
     return "\n".join([opening, *parts, "</svg>"])
 
 
-def _finite(points: Iterable[Point]) -> tuple[Point, ...]:
-    return tuple((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
+def _finite(points: Iterable[Point]) -> list[Point]:
+    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
 
 
 def _axes(chart: Chart, points: Sequence[Point]) -> tuple[Axis, Axis]:
@@ -175,13 +178,19 @@ def _rule(at: float, text: str) -> str:
     return f"<g>{line}<title>{escape(text)}</title></g>"
 
 
-def _line(layer: Series, x: Axis, y: Axis) -> str:
-    points = thinned(layer.points)
+def _lines(layer: Series, x: Axis, y: Axis, width: float) -> Iterator[str]:
+    """The line of a series, in as many pieces as it is broken into."""
     dash = ' stroke-dasharray="5 4"' if layer.dashed else ""
-    if len(points) == 1:
-        return f'<circle cx="{x.at(points[0][0]):.1f}" cy="{y.at(points[0][1]):.1f}" r="2.5" fill="{layer.colour}"/>'
-    path = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in points)
-    return f'<polyline fill="none" stroke="{layer.colour}" stroke-width="1.4"{dash} points="{path}"/>'
+    for whole, run in groupby(layer.points, lambda point: bool(_finite([point]))):
+        piece = list(run)
+        if not whole:
+            continue
+        points = thinned(piece, POINTS_MAX * len(piece) // len(layer.points))
+        if len(points) == 1:
+            yield f'<circle cx="{x.at(points[0][0]):.1f}" cy="{y.at(points[0][1]):.1f}" r="{width + 1:g}" fill="{layer.colour}"/>'
+        else:
+            path = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in points)
+            yield f'<polyline fill="none" stroke="{layer.colour}" stroke-width="{width:g}"{dash} points="{path}"/>'
 
 
 def _stacked(series: Sequence[Series]) -> list[Series]:
