@@ -188,6 +188,7 @@ class Checkpointer:
 
         Raises:
             NotDurable: the last step could not be made durable; says what stopped it.
+            AdacheckError: with `on_error=raise`, what else went wrong since; the last step is durable.
         """
         if self._closed:
             return
@@ -368,11 +369,13 @@ class Checkpointer:
         keeper.keep_identity()
         if keeper.failure is not None:
             raise NotDurable(f"step {last} will not be restored: {keeper.failure}")
-        self._reports.say(keeper, raising=False)
-        if keeper.progress().durable < last:
+        late = keeper.progress().durable < last
+        self._reports.say(keeper, raising=self._config.on_error == "raise" and not late)
+        if late:
             raise NotDurable(
                 f"step {last} is durable nowhere, the newest that is is {keeper.progress().durable}: {self._reports.why(keeper)}"
             )
+        self._reports.say(keeper, raising=self._config.on_error == "raise")
 
     def _release(self) -> None:
         self._writer.close()

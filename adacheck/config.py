@@ -43,8 +43,8 @@ class StoreConfig:
         on_error: `warn` logs a failed checkpoint, `raise` raises at the next `step()`.
         memory_budget_bytes: most the windows and blocks may use, `None` for half of what the host has free.
         deadline_s: how long a step may wait for the keeper, and `close()` and `drain()` for the last step.
-        storage: the object tier's own options: fsspec's, and `part_bytes` of S3. Written in a URI, `true`, `false`, numbers of
-            sizes, and JSON (`client_kwargs={"region_name": "eu-1"}`) become what they say.
+        storage: the object tier's own options: fsspec's, and of S3 also `part_bytes` and `request_timeout_s`. Written in a URI, `true`,
+            `false`, numbers of sizes, and JSON (`client_kwargs={"region_name": "eu-1"}`) become what they say.
     """
 
     address: str
@@ -86,7 +86,7 @@ ZSTD_LEVELS = range(1, 20)
 
 _COMPRESS = ("none", *(f"zstd:{level}" for level in ZSTD_LEVELS))
 _LEAST = {"full_every": 1, "refresh": 1, "log_steps": 2, "keep": 1, "peer_copies": 0, "tolerance": 0}
-_S3_OPTIONS = frozenset({"part_bytes", "profile"})
+_S3_OPTIONS = frozenset({"part_bytes", "request_timeout_s", "profile"})
 _SECRETS = frozenset({"key", "secret", "token", "username", "password", "profile"})
 _NAMES = {"bandwidth_bytes_per_s": "bandwidth", "memory_budget_bytes": "memory_budget"}
 OPTIONS = tuple(_NAMES.get(f.name, f.name) for f in fields(StoreConfig) if f.name not in ("address", "storage"))
@@ -162,6 +162,8 @@ def _parsed(name: str, text: str) -> Any:
         return text.lower() == "true"
     if name == "part_bytes":
         return _amount(name, text)
+    if name == "request_timeout_s":
+        return _seconds(name, text)
     if name.endswith(("_size", "_concurrency")) and text.isdecimal():
         return int(text)
     if text[:1] in ("{", "["):

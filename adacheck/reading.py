@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from adacheck.backends.errors import Damaged
 from adacheck.backends.lmdb_directory import DATA_FILE
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.registry import open_backend
+from adacheck.backends.retry import Retry
 from adacheck.backends.wrappers import Retrying
 from adacheck.config import NvmeMissing, StoreConfig, parse
 from adacheck.incarnations import read_run
@@ -50,9 +52,10 @@ def open_objects(config: StoreConfig) -> Iterator[Reading]:
         BackendError: it is not there, does not answer, or refuses.
     """
     options = {**config.storage, "read_only": True} if config.scheme == "file" else dict(config.storage)
-    backend = open_backend(config.scheme, config.address.partition("://")[2], options)
-    with Retrying(backend) as objects:
-        yield Reading(objects, getattr(backend, "stale_uploads", lambda _: iter(())))
+    retry = Retry()
+    backend = retry(lambda: open_backend(config.scheme, config.address.partition("://")[2], options))
+    with Retrying(backend, retry) as objects:
+        yield Reading(objects, lambda older_than_s: (u.name for u in objects.uploads() if time.time() - u.begun_unix_s >= older_than_s))
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from adacheck.backends.base import Backend
-from adacheck.backends.errors import BackendError
+from adacheck.backends.errors import BackendError, Denied, Unavailable
 from adacheck.capture import opaque
-from adacheck.errors import AdacheckError, NoCut
+from adacheck.errors import AdacheckError, DamagedCut, NoCut
 from adacheck.full_reader import read_full
 from adacheck.keeper.cut import Offer, choose_cut
 from adacheck.keeper.protocol import Kind
@@ -66,10 +66,11 @@ def read_newest(sources: Sources, *, step: int | None = None, only: Container[in
 
     Raises:
         NoCut: `step`, or a cut in `only`, was asked for and nobody reaches it; or there were cuts, and none could be read.
+        Unavailable, Denied: the object tier, which the newest cut must come from, does not answer or refuses.
     """
 
     def read(offer: Offer, at: int) -> Cut:
-        cut = read_nvme(sources, at) if offer.kind is Kind.NVME else read_object(sources.objects, sources.full(offer))
+        cut = read_nvme(sources, at) if offer.kind is Kind.NVME else _read_twice(sources.objects, sources.full(offer))
         _check_opaque(cut)
         return cut
 
@@ -97,7 +98,14 @@ def first_usable(
 
 
 def reject(sources: Sources, offers: list[Offer], bad: Offer, step: int, error: Exception) -> list[Offer]:
-    """Say why a source is not used, and give the offers that are left."""
+    """Say why a source is not used, and give the offers that are left.
+
+    Raises:
+        Unavailable, Denied: it is not bad, only out of reach, and an older cut in its place would end its lineage for good.
+    """
+    if bad.kind is Kind.OBJECT and isinstance(error, (Unavailable, Denied)):
+        what = f"the cut at step {step} cannot be read: {error}"
+        raise type(error)(f"{what}; try again when {sources.objects.name} answers, or name an older step to restore") from error
     sources.rejected.append(f"cut {step} from {bad.source}: {error}")
     _log.warning("rejected: cut %d from %s: %s", step, bad.source, str(error))  # a record kept with the error would keep what was read
     return without(offers, bad, step, error)
@@ -137,6 +145,15 @@ def _check_opaque(cut: Cut) -> None:
     """
     for content in cut.opaque.values():
         opaque.decode(content)
+
+
+def _read_twice(objects: Backend, entry: FullEntry) -> Cut:
+    """`read_object`, again if bytes were wrong: they may have been so on the way only."""
+    try:
+        return read_object(objects, entry)
+    except DamagedCut as error:
+        _log.warning("read again: %s", error)
+        return read_object(objects, entry)
 
 
 def read_nvme(sources: Sources, step: int) -> Cut:

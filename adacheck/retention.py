@@ -37,8 +37,8 @@ def prune(backend: Backend, run: str, incarnation: int, keep: int, *, busy: Coll
     """Publish a version without what `retained` drops, then delete what no version of the live lineage lists.
 
     That is what was dropped, now or by a pruning that was killed; all unlisted folders of earlier incarnations; and this
-    incarnation's failed attempts: unlisted, and below the newest listed step. While a version record is damaged no checkpoint is
-    deleted: it may be the one that lists it.
+    incarnation's failed attempts: unlisted, and below the newest listed step. Uploads that were left unfinished go with them.
+    While a version record is damaged no checkpoint is deleted: it may be the one that lists it.
 
     Args:
         busy: folders that are being written or read, which stay.
@@ -59,6 +59,7 @@ def prune(backend: Backend, run: str, incarnation: int, keep: int, *, busy: Coll
                 check_newest(backend, incarnation)
                 backend.delete(key)
             swept.append(folder)
+    _prune_uploads(backend, run, incarnation, busy)
     _prune_versions(backend, incarnation)
     return tuple(swept)
 
@@ -76,6 +77,18 @@ def _unlisted(backend: Backend, run: str, incarnation: int, busy: Collection[str
             continue
         if name.incarnation < incarnation or (name.incarnation == incarnation and name.step < newest_step):
             yield folder, sorted(objects, key=lambda key: key != keys.manifest(folder))
+
+
+def _prune_uploads(backend: Backend, run: str, incarnation: int, busy: Collection[str]) -> None:
+    """End uploads of earlier incarnations, and of this one's checkpoints up to the newest listed: nobody is at work on them."""
+    newest_step = max((full.step for full in head(backend, run).fulls), default=0)
+    for upload in list(backend.uploads()):
+        name = keys.parse(upload.key)
+        if name is None or upload.key.rpartition("/")[0] in busy or not upload.key.startswith(keys.FULL_PREFIX):
+            continue
+        if name.incarnation < incarnation or (name.incarnation == incarnation and name.step <= newest_step):
+            check_newest(backend, incarnation)
+            backend.discard_upload(upload.name)
 
 
 def _prune_versions(backend: Backend, incarnation: int) -> None:

@@ -23,6 +23,7 @@ class Status:
         waited_ms: how much of all steps' blocked time was waiting for blocks.
         payload_bytes: stored bytes of the newest logged step, by payload.
         lost_copies: copies that do not count at present; the chain is under-replicated while there are any.
+        object_failure: why the newest full checkpoint (or look at the object tier) failed, `None` while the last one succeeded.
         failure: what stopped the keeper, `None` while it works.
         cpu_s: CPU seconds of the keeper's threads.
     """
@@ -37,6 +38,7 @@ class Status:
     waited_ms: float = 0.0
     payload_bytes: Mapping[str, int] = field(default_factory=dict)
     lost_copies: tuple[str, ...] = ()
+    object_failure: str | None = None
     failure: str | None = None
     cpu_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -63,6 +65,7 @@ def status_of(step: int, keeper: Keeper, before_gap: tuple[int, int, int], block
         waited_ms=waited_ms,
         payload_bytes=keeper.newest_payload(),
         lost_copies=lost(progress),
+        object_failure=keeper.object_failure,
         failure=str(keeper.failure) if keeper.failure else None,
         cpu_s=keeper.cpu_s(),
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from adacheck.backends.base import Backend
 from adacheck.backends.registry import open_backend
+from adacheck.backends.retry import Retry
 from adacheck.backends.wrappers import Limited, Retrying
 from adacheck.capture.inventory import Models, Optimizers, take_inventory
 from adacheck.checkpointer import Checkpointer
@@ -62,10 +63,11 @@ class Store:
             raise ConfigError(f"a store URI is a string such as 'file:///data/run-42', not a {type(uri).__name__}: {uri!r}")
         config = parse(uri, options)
         scheme, _, address = config.address.partition("://")
-        backend = open_backend(scheme, address, config.storage)
+        retry = Retry()
+        backend = retry(lambda: open_backend(scheme, address, config.storage))
         if config.bandwidth_bytes_per_s is not None:
             backend = Limited(backend, config.bandwidth_bytes_per_s)
-        backend = Retrying(backend)  # outside: what goes slow comes from a generator, which could not be tried again
+        backend = Retrying(backend, retry)  # outside: what goes slow comes from a generator, which could not be tried again
         if not backend.traits.exclusive_put:
             backend.close()
             raise ConfigError(f"{config.address} has no exclusive puts, so two processes would not see each other; use file:// or s3://")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from adacheck.backends.errors import InvalidKey
+from adacheck.backends.errors import Denied, InvalidKey
 
 Buffer = bytes | bytearray | memoryview
 Parts = Buffer | Iterable[Buffer]
@@ -71,6 +71,15 @@ class Stat:
 
 
 @dataclass(frozen=True, slots=True)
+class Upload:
+    """A put that has not ended, or whose process was killed: what to give to whoever discards it, its key, and when it began."""
+
+    name: str
+    key: str
+    begun_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Expect:
     """The condition of a batch: carry it out only if `key` holds exactly `content` (`None`: only if it is absent)."""
 
@@ -118,6 +127,14 @@ class Backend(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove an object; one that is absent already is no error."""
+
+    def uploads(self) -> Iterator[Upload]:
+        """Puts that have not ended: under way, or left by a process that was killed; none where a backend leaves no traces of them."""
+        return iter(())
+
+    def discard_upload(self, upload: str) -> None:
+        """Remove what is left of one of `uploads`, by its name; one that is gone already is no error."""
+        raise Denied(f"{upload!r} is no upload of {self.name}, which has none")
 
     @abstractmethod
     def close(self) -> None:

@@ -9,12 +9,11 @@ import os
 import re
 import secrets
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from adacheck.backends.base import Parts, Stat, Traits, each_part, is_key
+from adacheck.backends.base import Parts, Stat, Traits, Upload, each_part, is_key
 from adacheck.backends.errors import Denied, NotFound, Unavailable
 from adacheck.backends.local_files import LocalFiles, make_directories
 from adacheck.backends.mounts import FilesystemType, filesystem_type, is_network
@@ -113,15 +112,15 @@ class LocalObjects:
                         break
                     self._files.remove_dir(parent)
 
-    def stale(self, older_than_s: float) -> Iterator[str]:
-        """Temporaries that nobody has written to for so long, relative to the root."""
+    def uploads(self) -> Iterator[Upload]:
+        """Temporaries, by their names relative to the root."""
         for name in sorted(self._walk("")):
             with suppress(FileNotFoundError):
-                if _TEMPORARY.search(name) and time.time() - (self._root / name).stat().st_mtime >= older_than_s:
-                    yield name
+                if _TEMPORARY.search(name):
+                    yield Upload(name, name.rpartition("/")[0], (self._root / name).stat().st_mtime)
 
     def discard(self, upload: str) -> None:
-        """Remove one of `stale`."""
+        """Remove one of `uploads`."""
         if not _TEMPORARY.search(upload):
             raise Denied(f"{upload!r} is not a temporary of {self.name}")
         with self._translated("remove", self._root / upload), suppress(FileNotFoundError):

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from adacheck.backends.base import Backend, Created, Exists, Expect, Item, Parts, Stat, check_key
+from adacheck.backends.base import Backend, Created, Exists, Expect, Item, Parts, Stat, Upload, check_key
 from adacheck.backends.errors import Denied, NotFound, UnknownScheme
 from adacheck.backends.gate import Gate
 from adacheck.backends.local_objects import LocalObjects
-from adacheck.backends.remote_objects import RemoteObjects
+from adacheck.backends.memory_objects import MemoryObjects
+from adacheck.backends.s3_objects import S3Objects
 
 
 class ObjectStore(Backend):
@@ -21,7 +22,7 @@ class ObjectStore(Backend):
     Args:
         url: the address.
         options: for `file`, those of `LocalObjects` (`files`, `read_only`); for `s3`, s3fs's own (`endpoint_url`, `key`, `secret`,
-            `profile`, ...) and `part_bytes`.
+            `profile`, ...), `part_bytes` and `request_timeout_s`.
 
     Raises:
         UnknownScheme: none of the three.
@@ -31,17 +32,19 @@ class ObjectStore(Backend):
 
     def __init__(self, url: str, **options: Any) -> None:
         scheme, separator, address = url.partition("://")
-        self._place: LocalObjects | RemoteObjects
+        self._place: LocalObjects | S3Objects | MemoryObjects
         if not separator or scheme not in ("file", "s3", "memory"):
             raise UnknownScheme(f"{url!r} is no address of an object store; use file:///directory, s3://bucket/prefix or memory://folder")
         if scheme == "file":
             if not address.startswith("/"):
                 raise Denied(f"{url!r} is not absolute; write file:///directory")
             self._place = LocalObjects(Path(address), **options)
+        elif scheme == "memory":
+            self._place = MemoryObjects(address, **options)
+        elif not address.strip("/"):
+            raise Denied(f"{url!r} names no bucket; write s3://bucket/prefix")
         else:
-            if not address.strip("/"):
-                address = "" if scheme == "memory" else _refuse(url)
-            self._place = RemoteObjects(scheme, address, **options)
+            self._place = S3Objects(address, **options)
         self.name = self._place.name
         self.traits = self._place.traits
         self._gate = Gate(self.name)
@@ -89,13 +92,13 @@ class ObjectStore(Backend):
         if self._gate.close():
             self._place.close()
 
-    def stale_uploads(self, older_than_s: float) -> Iterator[str]:
-        """Leftovers of puts that were killed: temporaries and multipart uploads untouched for so long. For `discard_upload`."""
+    def uploads(self) -> Iterator[Upload]:
+        """Temporaries and multipart uploads, of puts under way and of puts that were killed; how old they are tells them apart."""
         with self._gate.call():
-            return iter(tuple(self._place.stale(older_than_s)))
+            return iter(tuple(self._place.uploads()))
 
     def discard_upload(self, upload: str) -> None:
-        """Remove one of `stale_uploads`; one that is gone already is no error."""
+        """Remove one of `uploads`, by its name; one that is gone already is no error."""
         with self._gate.call():
             self._place.discard(upload)
 
@@ -104,7 +107,3 @@ class ObjectStore(Backend):
             return self._place.read(key, None)
         except NotFound:
             return None
-
-
-def _refuse(url: str) -> str:
-    raise Denied(f"{url!r} names no bucket; write s3://bucket/prefix")

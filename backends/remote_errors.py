@@ -1,4 +1,4 @@
-"""What s3fs, botocore, aiohttp and fsspec raise, in this project's words."""
+"""What s3fs, botocore and aiohttp raise, in this project's words."""
 
 from __future__ import annotations
 
@@ -18,33 +18,47 @@ def foreign_errors() -> tuple[type[Exception], ...]:
     with suppress(ImportError):  # without s3fs there is no S3 to fail
         botocore = import_module("botocore.exceptions")
         kinds += [botocore.BotoCoreError, botocore.ClientError, import_module("aiohttp").ClientError]
+        kinds += [import_module("botocore.parsers").ResponseParserError]
     return tuple(kinds)
 
 
+class Taken(BackendError):
+    """An exclusive put found its key taken; never leaves the backend that raised it."""
+
+
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired", "InvalidToken"})
+_REPLACED = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "400", "401", "403"})
+"""Codes that credentials which were replaced may cause; numbers are all that the reply to a HEAD can say."""
 _PASSING = _EXPIRED | {"RequestTimeTooSkewed", "RequestTimeout", "SlowDown", "ThrottlingException", "OperationAborted"}
 _QUOTA = frozenset({"QuotaExceeded", "InsufficientStorage", "InsufficientCapacity", "XMinioStorageFull", "EntityTooLarge"})
 _MISSING = frozenset({"NoSuchKey", "NotFound", "404", "NoSuchUpload", "NoSuchVersion"})
 _TAKEN = frozenset({"PreconditionFailed", "412"})
-_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ParamValidationError")
+_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "ParamValidationError")
 
 
-def is_taken(error: BaseException) -> bool:
-    """Whether an exclusive put was refused because the key is taken."""
-    return isinstance(error, FileExistsError) or _reply(error)[0] in _TAKEN
-
-
-def is_expired(error: BaseException) -> bool:
-    """Whether credentials have to be looked up again."""
-    return _reply(error)[0] in _EXPIRED
-
-
-def translate_remote_error(error: BaseException, what: str) -> BackendError:
-    """The error to raise (with `from error`); `what` names the place and the action."""
+def may_be_expired(error: BaseException) -> bool:
+    """Whether credentials that are looked up again may help."""
     code, status = _reply(error)
+    return code in _EXPIRED or code in _REPLACED or status == 401
+
+
+def is_beyond_end(error: BaseException) -> bool:
+    """Whether a range begins at or after the end of the object."""
+    return _reply(error)[1] == 416
+
+
+def translate_remote_error(error: BaseException, what: str, limit_s: float = 0.0) -> BackendError:
+    """The error to raise (with `from error`); `what` names the place and the action, `limit_s` the time it had."""
+    code, status = _reply(error)
+    if isinstance(error, FileExistsError) or code in _TAKEN:
+        return Taken(what)
+    if isinstance(error, TimeoutError) and not str(error):
+        return Unavailable(f"{what}: not done within {limit_s:.0f} s")
     text = f"{what}: {error or type(error).__name__}" + (f" ({code})" if code else "")
     if code in _QUOTA or status == 507:
         return Full(f"{text}; free some space there, or raise the quota")
+    if code in _EXPIRED:
+        return Unavailable(f"{text}; renew the credentials where they come from: they are looked up again at every attempt")
     if code in _PASSING or status in (408, 409, 429) or status >= 500:
         return Unavailable(text)
     if code == "NoSuchBucket":

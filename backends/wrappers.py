@@ -5,16 +5,14 @@ Put `Retrying` outside and `Limited` inside: `Retrying(Limited(ObjectStore(...))
 
 from __future__ import annotations
 
-import random as random_module
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
 
-from adacheck.backends.base import Backend, Buffer, Created, Exists, Expect, Item, Parts, Stat, each_part
+from adacheck.backends.base import Backend, Buffer, Created, Exists, Expect, Item, Parts, Stat, Upload, each_part
 from adacheck.backends.errors import NotFound, Unavailable
+from adacheck.backends.retry import Retry
 
-_Result = TypeVar("_Result")
 _PIECE_BYTES = 1 << 20
 
 
@@ -50,6 +48,14 @@ class Wrapper(Backend):
         """As `Backend.delete`."""
         self._backend.delete(key)
 
+    def uploads(self) -> Iterator[Upload]:
+        """As `Backend.uploads`."""
+        return self._backend.uploads()
+
+    def discard_upload(self, upload: str) -> None:
+        """As `Backend.discard_upload`."""
+        self._backend.discard_upload(upload)
+
     def close(self) -> None:
         """As `Backend.close`."""
         self._backend.close()
@@ -74,36 +80,21 @@ class Again:
 
 
 class Retrying(Wrapper):
-    """Tries again what was `Unavailable`, at growing intervals, up to `attempts` times in all; other errors pass at once.
+    """Tries again what was `Unavailable`, as `retry` says; other errors pass at once.
 
     A put can be tried again only if its parts can be taken again: a buffer, a list, or `Again`. A generator gets one attempt,
     since keeping its bytes would have no bound. So does an atomic batch with `expect`, whose own first attempt may have changed the key.
 
     An exclusive put whose first attempt's outcome is unknown may find its own object. Then the contents are compared, and equal
     is `Created`. So what is put exclusively must differ between writers (host, pid, a random id), or two could both win.
-
-    Args:
-        base_delay_s: the first interval is half to all of this, each further one of twice as much, up to `max_delay_s`.
-        sleep, random: for tests; `random()` is in [0, 1).
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        attempts: int = 5,
-        base_delay_s: float = 0.2,
-        *,
-        max_delay_s: float = 10.0,
-        sleep: Callable[[float], None] = time.sleep,
-        random: Callable[[], float] = random_module.random,
-    ) -> None:
+    def __init__(self, backend: Backend, retry: Retry | None = None) -> None:
         super().__init__(backend)
-        self._attempts, self._base_delay_s, self._max_delay_s = attempts, base_delay_s, max_delay_s
-        self._sleep, self._random = sleep, random
+        self._retry = retry or Retry()
 
     def put(self, key: str, parts: Parts, *, exclusive: bool = False) -> Created | Exists:
         """As `Backend.put`."""
-        attempts = self._attempts if _can_repeat(parts) else 1
         failures = 0
 
         def once() -> Created | Exists:
@@ -117,7 +108,7 @@ class Retrying(Wrapper):
                 failures += 1
                 raise
 
-        return self._repeat(once, attempts)
+        return self._retry(once) if _can_repeat(parts) else once()
 
     def put_many(self, items: Iterable[Item], *, expect: Expect | None = None) -> Created | Exists:
         """As `Backend.put_many`. Where batches are atomic, one that is a list (or tuple) of such parts is tried again as a whole.
@@ -128,13 +119,13 @@ class Retrying(Wrapper):
             return self._each(items, expect)
         if expect is not None or not isinstance(items, (list, tuple)) or not all(p is None or _can_repeat(p) for _, p in items):
             return self._backend.put_many(items, expect=expect)
-        return self._repeat(lambda: self._backend.put_many(items), self._attempts)
+        return self._retry(lambda: self._backend.put_many(items))
 
     def _each(self, items: Iterable[Item], expect: Expect | None) -> Created | Exists:
-        if expect is not None and isinstance(
-            outcome := self._repeat(lambda: self._backend.put_many((), expect=expect), self._attempts), Exists
-        ):
-            return outcome
+        if expect is not None:
+            outcome = self._retry(lambda: self._backend.put_many((), expect=expect))
+            if isinstance(outcome, Exists):
+                return outcome
         for key, parts in items:
             if parts is None:
                 self.delete(key)
@@ -144,28 +135,27 @@ class Retrying(Wrapper):
 
     def get(self, key: str, byte_range: tuple[int, int] | None = None) -> bytes:
         """As `Backend.get`."""
-        return self._repeat(lambda: self._backend.get(key, byte_range), self._attempts)
+        return self._retry(lambda: self._backend.get(key, byte_range))
 
     def stat(self, key: str) -> Stat | None:
         """As `Backend.stat`."""
-        return self._repeat(lambda: self._backend.stat(key), self._attempts)
+        return self._retry(lambda: self._backend.stat(key))
 
     def list(self, prefix: str) -> Iterator[str]:
         """As `Backend.list`, gathered before the first key is given out."""
-        return iter(self._repeat(lambda: tuple(self._backend.list(prefix)), self._attempts))
+        return iter(self._retry(lambda: tuple(self._backend.list(prefix))))
 
     def delete(self, key: str) -> None:
         """As `Backend.delete`."""
-        self._repeat(lambda: self._backend.delete(key), self._attempts)
+        self._retry(lambda: self._backend.delete(key))
 
-    def _repeat(self, call: Callable[[], _Result], attempts: int) -> _Result:
-        for failed in range(attempts - 1):
-            try:
-                return call()
-            except Unavailable:
-                delay_s = min(self._base_delay_s * 2**failed, self._max_delay_s)
-                self._sleep(delay_s * (0.5 + 0.5 * self._random()))
-        return call()
+    def uploads(self) -> Iterator[Upload]:
+        """As `Backend.uploads`, gathered before the first is given out."""
+        return iter(self._retry(lambda: tuple(self._backend.uploads())))
+
+    def discard_upload(self, upload: str) -> None:
+        """As `Backend.discard_upload`."""
+        self._retry(lambda: self._backend.discard_upload(upload))
 
     def _holds(self, key: str, parts: Parts) -> bool:
         """Whether the object's content is exactly `parts`; read piece by piece."""

@@ -10,6 +10,7 @@ import pytest
 
 from adacheck.backends.errors import Unavailable
 from adacheck.backends.registry import open_backend
+from adacheck.backends.retry import Retry
 from adacheck.backends.wrappers import Limited, Retrying
 from adacheck.config import OPTIONS, StoreConfig, parse
 from adacheck.errors import ConfigError
@@ -170,7 +171,7 @@ def test_a_limited_object_tier_is_still_tried_again(tmp_path: Path) -> None:
     store = Store.open(f"file://{tmp_path}/run", bandwidth="100M")
     assert isinstance(store.objects, Retrying) and isinstance(store.objects._backend, Limited)
     store.objects._backend._backend = Faulty(store.objects._backend._backend, at_calls({1: Fault(Unavailable("once"))}))
-    store.objects._sleep = lambda seconds: None
+    store.objects._retry = Retry(sleep=lambda seconds: None)
     store.objects.put("a", b"content")
     assert store.objects.get("a") == b"content"
     store.close()

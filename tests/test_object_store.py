@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 from s3fs.errors import translate_boto_error
 
-from adacheck.backends.base import Backend, Buffer, Created, Exists
+from adacheck.backends.base import Backend, Buffer, Created, Exists, Upload
 from adacheck.backends.errors import BackendError, Denied, Full, NotFound, Unavailable, UnknownScheme
 from adacheck.backends.local_files import LocalFiles
 from adacheck.backends.local_objects import LocalObjects
 from adacheck.backends.object_store import ObjectStore
+from adacheck.backends.s3_objects import S3Objects
 from tests.backend_suite import BackendTests
 from tests.faults import CrashingFiles, SimulatedCrash
 from tests.seaweed import BUCKET, s3_server
@@ -64,6 +65,12 @@ def _session() -> Any:
     return import_module("aiobotocore.session").AioSession()
 
 
+def _fs(store: ObjectStore) -> Any:
+    place = store._place
+    assert isinstance(place, S3Objects)
+    return place._fs
+
+
 def _parts(count: int, size: int = MIB) -> Iterator[Buffer]:
     scratch = bytearray(size)
     for number in range(count):
@@ -87,7 +94,7 @@ def test_a_large_object_goes_up_in_parts(count: int) -> None:
         assert store.put("shard", _parts(count), exclusive=True) == Exists("shard")
         assert store.put("other", _parts(count), exclusive=True) == Created()
         assert store.get("other") == _expected(count)
-        assert list(store.stale_uploads(0)) == []
+        assert list(store.uploads()) == []
 
 
 def test_a_race_for_a_large_object_has_one_winner() -> None:
@@ -100,7 +107,7 @@ def test_a_race_for_a_large_object_has_one_winner() -> None:
 
         assert store.put("version", slow(), exclusive=True) == Exists("version")
         assert store.get("version") == b"the rival"
-        assert list(store.stale_uploads(0)) == []
+        assert list(store.uploads()) == []
 
 
 def test_an_exception_in_mid_upload_leaves_no_object_and_no_upload() -> None:
@@ -113,20 +120,20 @@ def test_an_exception_in_mid_upload_leaves_no_object_and_no_upload() -> None:
         with pytest.raises(KeyboardInterrupt):
             store.put("shard", broken())
         assert list(store.list("")) == []
-        assert list(store.stale_uploads(0)) == []
+        assert list(store.uploads()) == []
 
 
 def test_uploads_of_killed_processes_are_found_and_removed() -> None:
     with _s3("killed", part_bytes=5 * MIB) as store:
-        fs = store._place._fs  # type: ignore[union-attr]
+        fs = _fs(store)
         fs.call_s3("create_multipart_upload", Bucket=BUCKET, Key="killed/full/shard-1")
         fs.call_s3("create_multipart_upload", Bucket=BUCKET, Key="killed-not/full/shard-1")
-        (found,) = store.stale_uploads(0)
-        assert found.startswith("full/shard-1#")
-        assert list(store.stale_uploads(3600)) == []
-        store.discard_upload(found)
-        store.discard_upload(found)
-        assert list(store.stale_uploads(0)) == []
+        (found,) = store.uploads()
+        assert found.key == "full/shard-1" and found.name.startswith("full/shard-1#")
+        assert found.begun_unix_s > 1_700_000_000
+        store.discard_upload(found.name)
+        store.discard_upload(found.name)
+        assert list(store.uploads()) == []
 
 
 def test_an_upload_that_was_aborted_under_way_may_be_tried_again() -> None:
@@ -134,8 +141,8 @@ def test_an_upload_that_was_aborted_under_way_may_be_tried_again() -> None:
 
         def parts() -> Iterator[Buffer]:
             yield from _parts(11)
-            for upload in store.stale_uploads(0):
-                store.discard_upload(upload)
+            for upload in store.uploads():
+                store.discard_upload(upload.name)
 
         with pytest.raises(Unavailable):
             store.put("shard", parts())
@@ -188,19 +195,17 @@ def test_a_silent_server_is_unavailable() -> None:
 def test_replies_of_a_server_become_our_errors(monkeypatch: pytest.MonkeyPatch, code: str, status: int, kind: type[BackendError]) -> None:
     client_error = import_module("botocore.exceptions").ClientError
     with _s3() as store:
-        fs = store._place._fs  # type: ignore[union-attr]
-        refreshed: list[bool] = []
+        opened = _fs(store)
 
         def fail(*_: Any, **__: Any) -> None:
             reply = {"Error": {"Code": code, "Message": "as it says"}, "ResponseMetadata": {"HTTPStatusCode": status}}
             raise translate_boto_error(client_error(reply, "GetObject"))
 
-        monkeypatch.setattr(fs, "cat_file", fail)
-        monkeypatch.setattr(fs, "connect", lambda refresh: refreshed.append(refresh))
+        monkeypatch.setattr(type(opened), "cat_file", fail)
         with pytest.raises(kind, match="as it says") as caught:
             store.get("a")
         assert type(caught.value) is kind
-        assert refreshed == ([True] if code == "ExpiredToken" else [])
+        assert (_fs(store) is not opened) == (code in ("ExpiredToken", "InvalidAccessKeyId")), "credentials are looked up again"
 
 
 # --- local files
@@ -232,14 +237,13 @@ def test_temporaries_of_killed_processes_are_found_and_removed(tmp_path: Path) -
         left = tmp_path / "full" / "~0123456789abcdef.tmp"
         left.write_bytes(b"half")
         assert list(store.list("")) == ["full/shard"]
-        assert list(store.stale_uploads(3600)) == []
         os.utime(left, (1, 1))
-        assert list(store.stale_uploads(3600)) == ["full/~0123456789abcdef.tmp"]
+        assert list(store.uploads()) == [Upload("full/~0123456789abcdef.tmp", "full/~0123456789abcdef.tmp", 1.0)]
         with pytest.raises(Denied):
             store.discard_upload("full/shard")
         store.discard_upload("full/~0123456789abcdef.tmp")
         store.discard_upload("full/~0123456789abcdef.tmp")
-        assert list(store.stale_uploads(0)) == []
+        assert list(store.uploads()) == []
 
 
 @pytest.mark.parametrize(
@@ -315,7 +319,7 @@ def test_a_crash_at_any_call_keeps_what_was_reported(tmp_path: Path, seed: int |
             for key, allowed in promised.items():
                 assert (store.get(key) if store.stat(key) else None) in allowed, (crash_at, key)
             assert set(store.list("")) <= set(promised)
-            assert set(store.stale_uploads(0)) == {p.relative_to(root / "store").as_posix() for p in root.rglob("~*")}
+            assert {u.name for u in store.uploads()} == {p.relative_to(root / "store").as_posix() for p in root.rglob("~*")}
         if reached_end:
             break
     assert reached_end and crash_at > 40
@@ -359,19 +363,22 @@ def test_memory_is_shared_within_the_process() -> None:
         assert not two.traits.durable
 
 
-def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["file", "s3"])
+def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path, scheme: str) -> None:
+    """S3's connections live in a thread, which a fork leaves behind: the child makes a thread and connections of its own."""
+    url, options = (f"file://{tmp_path}", {}) if scheme == "file" else (f"s3://{BUCKET}/fork-{secrets.token_hex(8)}", s3_server().options)
     script = f"""
 import os
 from adacheck.backends.object_store import ObjectStore
 from adacheck.backends.errors import Busy
-store = ObjectStore("file://{tmp_path}")
+store = ObjectStore("{url}", **{options})
 child = os.fork()
 if child == 0:
     try:
         store.put("a", b"")
     except Busy as error:
         store.close()
-        ObjectStore("file://{tmp_path}").put("b", b"")
+        ObjectStore("{url}", **{options}).put("b", b"")
         os._exit(7 if "forked child" in str(error) else 1)
     os._exit(1)
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from adacheck.backends.base import Backend, Buffer, Created, Exists, Expect, Ite
 from adacheck.backends.errors import BackendError, Denied, Full, Unavailable
 from adacheck.backends.memory import MemoryBackend
 from adacheck.backends.object_store import ObjectStore
+from adacheck.backends.retry import Retry
 from adacheck.backends.wrappers import Again, Limited, Retrying
 from tests.backend_suite import BackendTests
 from tests.faults import Fault, Faulty, at_calls, seeded
@@ -25,7 +27,7 @@ class TestRetryingOverFaults(BackendTests):
     @pytest.fixture
     def backend(self, request: pytest.FixtureRequest) -> Iterator[Backend]:
         faults = seeded(7, 0.12, lambda: Unavailable("passing"), ("get", "stat", "list", "delete", "put"))
-        with Retrying(Faulty(MemoryBackend(), faults), attempts=9, sleep=lambda delay_s: None) as backend:
+        with Retrying(Faulty(MemoryBackend(), faults), Retry(9, sleep=lambda delay_s: None)) as backend:
             if request.node.name in _ONE_SHOT:
                 pytest.skip("puts a generator, which is not tried again")
             yield backend
@@ -50,7 +52,7 @@ class TestLimited(BackendTests):
 def _retrying(faults: dict[int, Fault], attempts: int = 4, inner: Backend | None = None) -> tuple[Retrying, Faulty, list[float]]:
     delays: list[float] = []
     faulty = Faulty(inner or MemoryBackend(), at_calls(faults))
-    return Retrying(faulty, attempts, 0.5, max_delay_s=1.5, sleep=delays.append, random=lambda: 0.5), faulty, delays
+    return Retrying(faulty, Retry(attempts, 0.5, 1.5, sleep=delays.append, random=lambda: 0.5)), faulty, delays
 
 
 def _passing(after: bool = False) -> Fault:
@@ -67,7 +69,7 @@ def test_delays_grow_up_to_a_bound() -> None:
 def test_delays_are_spread_over_half_of_the_interval(chance: float) -> None:
     delays: list[float] = []
     faulty = Faulty(MemoryBackend(), at_calls({1: _passing()}))
-    assert Retrying(faulty, 2, 1.0, sleep=delays.append, random=lambda: chance).stat("a") is None
+    assert Retrying(faulty, Retry(2, 1.0, sleep=delays.append, random=lambda: chance)).stat("a") is None
     assert delays == [0.5 + chance / 2]
 
 
@@ -76,6 +78,31 @@ def test_the_last_failure_passes() -> None:
     with pytest.raises(Unavailable):
         backend.get("a")
     assert (faulty.calls, len(delays)) == (3, 2)
+
+
+def test_the_training_scripts_random_numbers_are_left_alone() -> None:
+    before = random.getstate()
+    faulty = Faulty(MemoryBackend(), at_calls({1: _passing(), 2: _passing()}))
+    Retrying(faulty, Retry(sleep=lambda delay_s: None)).put("a", b"1")
+    assert faulty.calls == 3 and random.getstate() == before
+
+
+def test_no_attempt_begins_after_the_time_for_all_of_them() -> None:
+    """Each call takes a minute here: the third one would begin after two minutes, and is not made."""
+    now_s, calls = 0.0, 0
+
+    def call() -> None:
+        nonlocal now_s, calls
+        now_s, calls = now_s + 60, calls + 1
+        raise Unavailable("silent")
+
+    def sleep(delay_s: float) -> None:
+        nonlocal now_s
+        now_s += delay_s
+
+    with pytest.raises(Unavailable, match=r"silent; given up after 2 attempts in 120 s"):
+        Retry(6, 0.5, total_s=120, sleep=sleep, clock=lambda: now_s)(call)
+    assert calls == 2
 
 
 @pytest.mark.parametrize("error", [Full("full"), Denied("denied")])

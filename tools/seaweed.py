@@ -18,6 +18,9 @@ import s3fs
 from adacheck.tools.parent_death import die_with_parent
 
 ACCESS_KEY, SECRET_KEY, BUCKET = "adacheck", "adacheck-secret", "adacheck"
+RENEWED_KEY = "adacheck-renewed"
+"""Another access key of the same user, with the same secret: for trying how credentials are replaced."""
+
 _START_S = 60.0
 _PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc", "s3.port", "s3.port.grpc")
 
@@ -41,7 +44,7 @@ class Seaweed:
         self._log = folder / "server.log"
         program = weed()
         ports = _free_ports(len(_PORTS))
-        identity = {"name": "adacheck", "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]}
+        identity = {"name": "adacheck", "credentials": [{"accessKey": key, "secretKey": SECRET_KEY} for key in (ACCESS_KEY, RENEWED_KEY)]}
         config = {"identities": [{**identity, "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}
         (folder / "data").mkdir(parents=True)
         (folder / "s3.json").write_text(json.dumps(config))

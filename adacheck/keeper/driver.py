@@ -135,6 +135,11 @@ class Keeper:
             self.shared.report(f"the object tier could not be looked at: {error}")
 
     @property
+    def object_failure(self) -> str | None:
+        """Why the newest use of the object tier failed, `None` while the last one succeeded."""
+        return self._full_thread.failure
+
+    @property
     def uploading(self) -> bool:
         """Whether a full checkpoint is on its way."""
         return self._full_thread.busy

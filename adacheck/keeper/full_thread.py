@@ -38,7 +38,7 @@ class FullThread:
         shared: the chain it works for.
         backend: the object tier.
         full_every, keep: as in `StoreConfig`.
-        retry_steps: how many steps to wait after a failure.
+        retry_steps: how many steps to wait after a failure; after each further one twice as many, up to `full_every`.
         listed: what the head lists at the start.
     """
 
@@ -49,9 +49,14 @@ class FullThread:
         self._full_every, self._keep, self._retry_steps = full_every, keep, retry_steps
         self._taken = self._before = max((entry.step for entry in listed), default=-1)
         self._retry_at: int | None = None
+        self._failures = 0
         self._pending: dict[int, str] = {}
+        self._verdicts: dict[str, str] = {}
+        self._check_queued = False
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._busy = False
+        self.failure: str | None = None
+        """Why the newest use of the object tier failed, `None` while the last one succeeded."""
         self.cpu_s = 0.0
 
     @property
@@ -92,25 +97,28 @@ class FullThread:
 
     def learn(self, proof: Proof) -> None:
         """Publish what has become known of checkpoints whose proof was pending; now and then see whether a later start exists."""
-        if proof.step % NEWEST_CHECK_STEPS == 0:
-            self._queue.put(self.check_newest)
+        if proof.step % NEWEST_CHECK_STEPS == 0 and not self._check_queued:  # one at a time, however long the object tier is away
+            self._check_queued = True
+            self._queue.put(self._look)
         for step, folder in list(self._pending.items()):
             known = verdict(proof, step)
             if known is not Verdict.PENDING:
                 del self._pending[step]
             if (status := _STATUS.get(known)) is not None:
-                self._queue.put(lambda status=status, folder=folder: self._publish(catalogue.with_status(status, [folder])))  # type: ignore[misc]
+                self._queue.put(lambda status=status, folder=folder: self._tell(folder, status))  # type: ignore[misc]
 
     def run(self) -> None:
         """The thread's body."""
         while (job := self._queue.get()) is not None:
             try:
                 job()
+                if self._retry_at is None:  # else a full checkpoint is still owed
+                    self.failure = None
             except Superseded as error:
                 self._shared.fail(error)
                 return
             except (BackendError, DamagedCut) as error:
-                self._shared.report(f"the object tier could not be brought up to date: {error}")
+                self._failed(f"the object tier could not be brought up to date: {error}")
             self.cpu_s = time.thread_time()
 
     def stop(self) -> None:
@@ -142,9 +150,11 @@ class FullThread:
             entry = write_full(self._backend, cut, sources, opaque, certificates=certificates, history=whole(self._shared.chain.history))
             self._publish(catalogue.listing(entry))
         except (BackendError, DamagedCut) as error:
-            self._taken, self._retry_at = self._before, step + self._retry_steps
-            self._shared.report(f"the full checkpoint at step {step} failed, the next try is at step {self._retry_at}: {error}")
+            wait_steps = min(self._retry_steps << self._failures, max(self._full_every, self._retry_steps))
+            self._taken, self._retry_at, self._failures = self._before, step + wait_steps, self._failures + 1
+            self._failed(f"the full checkpoint at step {step} failed, the next try is at step {self._retry_at}: {error}")
         else:
+            self._failures = 0
             self._pending[step] = entry.folder
             self._published(step)
             retention.prune(self._backend, name.run, name.incarnation, self._keep)
@@ -164,6 +174,20 @@ class FullThread:
         """
         incarnations.check_newest(self._backend, self._shared.chain.name.incarnation)
 
+    def _look(self) -> None:
+        self._check_queued = False
+        self.check_newest()
+        if self._verdicts:
+            self._publish()
+
+    def _tell(self, folder: str, status: str) -> None:
+        self._verdicts[folder] = status
+        self._publish()
+
+    def _failed(self, text: str) -> None:
+        self.failure = text
+        self._shared.report(text)
+
     def keep_identity(self) -> bool:
         """Put back the records that say whose the object tier is, if they are gone; whether they were."""
         gone = incarnations.keep_identity(self._backend, *self._shared.chain.identity)
@@ -173,10 +197,20 @@ class FullThread:
             )
         return gone
 
-    def _publish(self, change: Callable[[catalogue.Fulls], catalogue.Fulls]) -> None:
-        name = self._shared.chain.name
+    def _publish(self, change: Callable[[catalogue.Fulls], catalogue.Fulls] = lambda fulls: fulls) -> None:
+        """Publish a change, and with it the verdicts that an earlier publication could not."""
+        name, told = self._shared.chain.name, dict(self._verdicts)
+
+        def changed(fulls: catalogue.Fulls) -> catalogue.Fulls:
+            fulls = change(fulls)
+            for folder, status in told.items():
+                fulls = catalogue.with_status(status, [folder])(fulls)
+            return fulls
+
         self.keep_identity()
-        catalogue.publish(self._backend, name.run, name.incarnation, change)
+        catalogue.publish(self._backend, name.run, name.incarnation, changed)
+        for folder in told:
+            del self._verdicts[folder]
 
     def _published(self, step: int) -> None:
         shared = self._shared
