@@ -187,8 +187,7 @@ class Checkpointer:
         """Wait until the last step is durable, then end: hooks, threads and files are released whatever happens.
 
         Raises:
-            NotDurable: the last step could not be made durable; says what stopped it.
-            AdacheckError: with `on_error=raise`, what else went wrong since; the last step is durable.
+            NotDurable: the last step could not be made durable. AdacheckError: with `on_error=raise`, what else went wrong since.
         """
         if self._closed:
             return

@@ -327,7 +327,8 @@ def test_a_server_that_is_silent_does_not_hold_up_the_trainer(proxy: FaultProxy,
 def test_on_error_raise_raises_at_the_next_step_and_at_close(run: Run, proxy: FaultProxy) -> None:
     process = run.start(on_error="raise")
     process.ckpt.restore()
-    train(process, 3)
+    for _ in range(3):
+        process.step()
     proxy.plan = always(Fault.SLOW_DOWN_503)
     with pytest.raises(AdacheckError, match=r"full checkpoint at step \d+ failed.*given up after 3 attempts"):
         for _ in range(1000):
