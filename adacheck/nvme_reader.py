@@ -5,6 +5,7 @@ Which states a cut has is known from records alone, so whoever needs few of them
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from adacheck.backends.base import Backend
 from adacheck.errors import DamagedCut
 from adacheck.full_reader import Rows, rows_of
-from adacheck.keeper.apply import Applier, ReadSegment, load_state
+from adacheck.keeper.apply import Applied, Applier, ReadSegment, load_state
 from adacheck.keeper.protocol import applicable
 from adacheck.keeper.replay import batches
 from adacheck.keeper.scan import Scan
@@ -21,6 +22,8 @@ from adacheck.kernel import environment, refusal
 from adacheck.manifests import keys
 from adacheck.manifests.record import Kernel, Segment, StateSpec
 from adacheck.states import State, spec_bytes
+
+_log = logging.getLogger("adacheck")
 
 BATCH_BYTES = 64 << 20
 """States that are rebuilt together when they are handed on one by one: at most so many bytes, or one state."""
@@ -32,7 +35,6 @@ class NvmeReader:
     Attributes:
         specs: every state of the cut, by number; `scalars` are those before what is replayed.
         replayed: increments replayed per state so far.
-        inexact: whether a comparison on the way found other bytes in the trainer.
     """
 
     def __init__(self, nvme: Backend, found: Scan, step: int) -> None:
@@ -40,7 +42,7 @@ class NvmeReader:
         self._todo = applicable(found.copy, step)
         self.specs = self._specs()
         self.replayed: dict[int, int] = {}
-        self.inexact = False
+        self._inexact = False
 
     @property
     def name(self) -> str:
@@ -64,7 +66,7 @@ class NvmeReader:
         for at, states in self._todo:
             increment = self._found.increments[at]
             applied = applier.apply(increment, self._read(at), states & wanted)
-            self.inexact |= any(not compared.equal for compared in applied.compared)
+            self._learn(applied)
             for gradient in increment.gradients:
                 if gradient.state in states & wanted:
                     self.replayed[gradient.state] = self.replayed.get(gradient.state, 0) + 1
@@ -93,6 +95,11 @@ class NvmeReader:
             if segment.tensor.startswith(prefix):
                 items[segment.tensor] = items.get(segment.tensor, b"") + read(segment)
         return items
+
+    def _learn(self, applied: Applied) -> None:
+        if not self._inexact and not all(compared.equal for compared in applied.compared):
+            self._inexact = True
+            _log.warning("the cut at step %d is inexact: a comparison on the way to it found other bytes in the trainer", self.step)
 
     def _specs(self) -> dict[int, StateSpec]:
         specs = {number: base.spec for number, base in self._found.bases.items()}

@@ -162,10 +162,7 @@ def read_nvme(sources: Sources, step: int) -> Cut:
     assert found is not None and nvme is not None
     reader = NvmeReader(nvme, found, step)
     states = reader.states(reader.specs)
-    items = reader.opaque()
-    if reader.inexact:
-        _log.warning("the cut at step %d is inexact: a comparison on the way to it found other bytes in the trainer", step)
-    return Cut(step, nvme.name, Kind.NVME, states, items, found.chain.certificates, reader.replayed)
+    return Cut(step, nvme.name, Kind.NVME, states, reader.opaque(), found.chain.certificates, reader.replayed)
 
 
 def read_object(objects: Backend, entry: FullEntry) -> Cut:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from adacheck.backends.base import Backend, Created, Expect, Item
-from adacheck.backends.errors import Busy, Damaged, Denied, Full, NotFound
+from adacheck.backends.errors import BackendClosed, Busy, Damaged, Denied, Full, NotFound
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.mounts import filesystem_type, is_network, type_in_mountinfo
 from tests.backend_suite import BackendTests
@@ -532,3 +532,16 @@ def test_a_snapshot_does_not_see_what_is_written_after_it(tmp_path: Path) -> Non
                 with pytest.raises(Denied, match="only reads"):
                     write()
         assert list(writer.list("a/")) == ["a/2", "a/3"]
+
+
+def test_a_snapshot_does_not_keep_the_store_open(tmp_path: Path) -> None:
+    with LmdbBackend(tmp_path / "x") as writer:
+        writer.put("a", b"1")
+        with writer.snapshot() as moment:
+            assert moment.get("a") == b"1"
+            writer.close()
+            for read in (lambda: moment.get("a"), lambda: moment.stat("a"), lambda: list(moment.list(""))):
+                with pytest.raises(BackendClosed):
+                    read()
+    with LmdbBackend(tmp_path / "x") as again:
+        assert again.get("a") == b"1"

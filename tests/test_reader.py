@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 
 import adacheck
 from adacheck import kernel, nvme_reader
@@ -222,6 +223,31 @@ def test_dcp_says_what_is_missing_and_nothing_stays_open(copy: Copy, expected: l
     process.abandon()
     with pytest.raises(NoCut):
         object_tier(copy.root).reader(NEWEST + 1)
+
+
+def test_tensors_that_come_after_the_planning_are_not_taken_for_those_planned(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    process.ckpt.restore()
+    process.step()
+    reader = process.store.reader()
+    reader.read_metadata()
+    process.run.model.register_parameter("late", torch.nn.Parameter(torch.ones(3)))
+    process.step()
+    with pytest.raises(NoCut, match="step 2 has other tensors than that at step 1"):
+        reader.prepare_local_plan(LoadPlan([]))
+    process.abandon()
+
+
+def test_compressed_increments_are_replayed(tmp_path: Path) -> None:
+    process = Process(tmp_path, options={"compress": "zstd:1", "full_every": 1000}, width=40)
+    process.ckpt.restore()
+    for _ in range(8):
+        process.step()
+    run, reader = TinyRun(width=40), process.store.reader()
+    load_job(run.model, run.optimizer, reader)
+    check(run, process.run.snapshot())
+    assert reader.step == 8
+    process.abandon()
 
 
 def test_while_another_process_trains(tmp_path: Path) -> None:
