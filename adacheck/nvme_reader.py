@@ -6,7 +6,8 @@ Which states a cut has is known from records alone, so whoever needs few of them
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -41,6 +42,7 @@ class NvmeReader:
         self._nvme, self._found, self.step = nvme, found, step
         self._todo = applicable(found.copy, step)
         self.specs = self._specs()
+        self._sources = self._derived_from()
         self.replayed: dict[int, int] = {}
         self._inexact = False
 
@@ -61,23 +63,24 @@ class NvmeReader:
             DamagedCut: bytes are missing or wrong (`step` of the error: which increment's).
             ReplayRefused: gradients were recorded with a kernel that cannot be had here.
         """
-        wanted = frozenset(wanted)
-        applier = Applier({number: self._base(number) for number in self._found.bases if number in wanted})
+        needed = self._with_sources(wanted)
+        applier = Applier({number: self._base(number) for number in self._found.bases if number in needed})
         for at, states in self._todo:
             increment = self._found.increments[at]
-            applied = applier.apply(increment, self._read(at), states & wanted)
+            applied = applier.apply(increment, self._read(at), states & needed)
             self._learn(applied)
             for gradient in increment.gradients:
-                if gradient.state in states & wanted:
+                if gradient.state in states & needed:
                     self.replayed[gradient.state] = self.replayed.get(gradient.state, 0) + 1
-        return applier.shadow
+        applier.check_complete()
+        return {number: state for number, state in applier.shadow.items() if number in wanted}
 
     def read(self, wanted: Mapping[int, Sequence[Rows]]) -> Iterator[tuple[int, list[torch.Tensor], Mapping[str, object]]]:
         """Parts of states, by number: the rows asked for, and the optimizer's entries that are no tensors.
 
-        Memory: one batch of whole states, rebuilt also where few of their rows are asked for. Raises as `states`.
+        Memory: one batch of whole states with those they are derived from, also where few rows are asked for. Raises as `states`.
         """
-        for batch in batches(sorted(wanted), lambda number: sum(spec_bytes(tensor) for tensor in self.specs[number].tensors), BATCH_BYTES):
+        for batch in batches(sorted(wanted), self._size_bytes, BATCH_BYTES):
             states = self.states(batch)
             for number in batch:
                 state = states[number]
@@ -109,6 +112,28 @@ class NvmeReader:
             for number in states.intersection(increment.removed):
                 specs.pop(number, None)
         return specs
+
+    def _derived_from(self) -> dict[int, set[int]]:
+        """For each state the other ones that it is derived from on the way to the cut."""
+        found: defaultdict[int, set[int]] = defaultdict(set)
+        for at, states in self._todo:
+            for derived in self._found.increments[at].derived:
+                if derived.state in states and derived.state != derived.from_state:
+                    found[derived.state].add(derived.from_state)
+        return found
+
+    def _with_sources(self, wanted: Iterable[int]) -> frozenset[int]:
+        """These states, and all that they cannot be rebuilt without."""
+        found, todo = set[int](), list(wanted)
+        while todo:
+            if (number := todo.pop()) not in found:
+                found.add(number)
+                todo.extend(self._sources.get(number, ()))
+        return frozenset(found)
+
+    def _size_bytes(self, number: int) -> int:
+        specs = [self.specs[needed] for needed in self._with_sources([number]) if needed in self.specs]
+        return sum(spec_bytes(tensor) for spec in specs for tensor in spec.tensors)
 
     def _kernels(self) -> set[Kernel]:
         """Every kernel that must be replayed on the way to the cut."""

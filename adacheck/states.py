@@ -44,10 +44,15 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     assert tensor.device.type == "cpu" and tensor.is_contiguous(), "only contiguous CPU tensors have bytes to view"
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    flat = tensor.detach().reshape(-1)
-    if flat.is_conj() or flat.is_neg():
-        flat = flat.resolve_conj().resolve_neg()
-    return flat.view(torch.uint8).numpy().data
+    return flat_bytes(tensor).numpy().data
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in row-major order as a flat tensor of `uint8`: the same memory if they lie there so, else a copy."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # a slice of one element keeps its stride, and torch will not view it as bytes
+    return flat.view(torch.uint8)
 
 
 def local_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:

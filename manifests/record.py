@@ -140,7 +140,7 @@ class Value:
 
     Attributes:
         spec: what the state is from this step on.
-        digest: `value_digest` of all its bytes (see FORMAT.md), also where they are left out.
+        digest: `value_digest` of all its bytes but those of derived tensors (see FORMAT.md), also where they are left out.
         unchanged: the bytes are those of the preceding increment's value of this state, and are left out; `segments` is empty.
         reason: why it went whole, one word for reports: `first`, `certify`, `optimizer`, `write`, `drift`, `buffer`, `frozen`, ...
     """
@@ -150,6 +150,20 @@ class Value:
     unchanged: bool
     reason: str
     segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A tensor that is not sent: it equals the cast of another one, after the step, to its own dtype, NaNs excluded.
+
+    The source has the same shape, a wider floating dtype, and is not derived itself in this increment. Either both are tensors of
+    one state (which leaves this tensor out of its `Value` of the same increment), or `tensor` is all that `state` consists of.
+    """
+
+    state: int
+    tensor: str
+    from_state: int
+    from_tensor: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +190,7 @@ class Increment:
     events: tuple[Event, ...]
     gradients: tuple[Gradient, ...]
     values: tuple[Value, ...]
+    derived: tuple[Derived, ...]
     refreshes: tuple[Refresh, ...]
     removed: tuple[int, ...]
     opaque: tuple[Segment, ...]

@@ -24,7 +24,7 @@ Entries = list[tuple[int, bytes | None]]
 
 def increment(step: int, *, run: str = RUN, generation: int = 2, number: int = 1, incarnation: int = 4, seed: int = 0) -> Increment:
     opaque = Segment("rng", 0, 8, "raw", 1.0, 0, 8, blake3.blake3(bytes([seed, step])).digest())
-    return Increment(run, generation, incarnation, number, step, (), (), (), (), (), (opaque,))
+    return Increment(run, generation, incarnation, number, step, (), (), (), (), (), (), (opaque,))
 
 
 def stored(increments: list[Increment], previous: bytes | None = None) -> Entries:

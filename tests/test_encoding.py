@@ -157,7 +157,7 @@ def test_nested_fields_are_checked_by_name() -> None:
     chain |= dict.fromkeys(("generation", "chain", "incarnation", "fence", "anchor_step"), 1)
     with pytest.raises(Malformed, match=r"Chain\.certificates must be a list, not dict"):
         decode(envelope(msgpack.packb(chain), kind=6), Chain)
-    increment = dict.fromkeys(("events", "gradients", "values", "refreshes", "removed"), ())
+    increment = dict.fromkeys(("events", "gradients", "values", "derived", "refreshes", "removed"), ())
     head = {"run": "r", "generation": 1, "incarnation": 1, "chain": 0, "step": 1}
     with pytest.raises(Malformed, match=r"Segment has its fields wrong: missing \['stop'"):
         decode(envelope(msgpack.packb(head | increment | {"opaque": (segment,)}), kind=8), Increment)
@@ -209,8 +209,8 @@ def test_floats_are_kept_bit_for_bit(bits: int) -> None:
         replace(FORK, run="\ud800"),
         replace(FORK, proven=1),  # type: ignore[arg-type]
         replace(RUN, created_unix_s=1),
-        Increment("r", 1, 1, 0, 1, (), (), (), (), [], ()),  # type: ignore[arg-type]
-        Increment("r", 1, 1, 0, 1, (), (), (), (), (), (FORK,)),  # type: ignore[arg-type]
+        Increment("r", 1, 1, 0, 1, (), (), (), (), (), [], ()),  # type: ignore[arg-type]
+        Increment("r", 1, 1, 0, 1, (), (), (), (), (), (), (FORK,)),  # type: ignore[arg-type]
         SEGMENT,
         None,
     ],
@@ -243,7 +243,7 @@ def test_manifests_are_usable_without_torch() -> None:
 @given(st.integers(0, 300))
 def test_an_increment_of_hundreds_of_segments_round_trips(count: int) -> None:
     opaque = tuple(replace(SEGMENT, slot=slot, digest=bytes([slot % 256]) * 32) for slot in range(count))
-    increment = Increment("r", 1, 1, 0, 1, (), (), (), (), (), opaque)
+    increment = Increment("r", 1, 1, 0, 1, (), (), (), (), (), (), opaque)
     assert decode(encode(increment), Increment) == increment
     with pytest.raises(WrongRecord):
         decode(encode(increment), Base)

@@ -37,6 +37,7 @@ def test_dtype_and_shape_count_but_strides_and_offsets_do_not() -> None:
     assert not same_bytes(torch.zeros(4), torch.zeros(2, 2))
     assert same_bytes(square.t(), square.t().contiguous())
     assert same_bytes(torch.arange(5.0)[1:], torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert same_bytes(torch.arange(5.0)[1::2][:1], torch.ones(1))
 
 
 def test_differing_names_what_is_missing_or_other() -> None:

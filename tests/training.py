@@ -68,6 +68,7 @@ class Job:
                 plain = {key: value for key, value in group.items() if key != "params"}
                 found[f"{title}[{g}]"] = _encoded(plain)
                 for p, parameter in enumerate(group["params"]):
+                    found[f"{title}[{g}][{p}]"] = _digest(parameter)  # it need not be the model's
                     for key, entry in optimizer.state.get(parameter, {}).items():
                         found[f"{title}[{g}][{p}].{key}"] = _digest(entry) if isinstance(entry, torch.Tensor) else _encoded(entry)
             own = {key: entry for key, entry in optimizer.state.items() if not isinstance(key, torch.Tensor)}
@@ -143,8 +144,9 @@ def logged(root: Path) -> Scan:
 
 
 def payloads(increment: Increment) -> dict[int, str]:
-    """How each state of an increment travelled: `gradient`, or `value: reason`."""
+    """How each state of an increment travelled: `gradient`, `value: reason`, or `derived` where nothing of it did."""
     found = {gradient.state: "gradient" for gradient in increment.gradients}
+    found.update({derived.state: "derived" for derived in increment.derived})
     found.update({value.spec.state: f"value: {value.reason}" for value in increment.values})
     return found
 

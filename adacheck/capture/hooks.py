@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from adacheck.capture import accumulated, opaque
 from adacheck.capture.blocks import PoolEmpty
 from adacheck.capture.clip import ClipCoefficients
+from adacheck.capture.derived import apart, derived_now
 from adacheck.capture.inventory import Inventory, LiveState
 from adacheck.capture.pieces import PieceWriter
 from adacheck.capture.quiet import QuietOptimizers
@@ -26,10 +27,11 @@ from adacheck.capture.step_hooks import StepHooks
 from adacheck.capture.strangers import Strangers
 from adacheck.capture.watch import Watch, version
 from adacheck.errors import AdacheckError
+from adacheck.keeper.assembly import left_out
 from adacheck.keeper.certify import Certifier
 from adacheck.keeper.submission import Draft, DraftGradient, DraftValue
 from adacheck.kernel import certificate_key, hyperparameters, kernel_of, replayable, writes_gradients
-from adacheck.manifests.record import Event, Group, Kernel
+from adacheck.manifests.record import Derived, Event, Group, Kernel, StateSpec
 from adacheck.optimizers import Declaration, declaration
 from adacheck.states import dtype_name
 
@@ -69,6 +71,7 @@ class Capture:
         self._depth: dict[str, int] = {}
         self._stepping: dict[str, set[int]] = {}  # states that the present call of each optimizer's step changes, as far as is known
         self._copying: list[tuple[int, torch.Tensor, int]] = []  # state, gradient, and its version when it was handed over
+        self._sent: dict[int, StateSpec] = {}  # what each state was when it last went whole
         self._said: set[str] = set()
         self._blocked_s, self._pid = 0.0, os.getpid()
         self.suspended = False
@@ -94,6 +97,7 @@ class Capture:
         self._copying.clear()
         self._watch.check(self.inventory.states.values())
         self.known = set(known)
+        self._sent.clear()
 
     def finish(self, step: int, refresh: Mapping[int, list[tuple[str, int, int]]], drifted: frozenset[int]) -> Draft:
         """Capture the rest of the step and describe it all; watermarks in the draft are zero, for the caller to fill.
@@ -108,8 +112,11 @@ class Capture:
         states = self.inventory.states
         self._watch.check(states.values())
         moved = self._watch.collect()
-        reasons = self._reasons(done, moved, drifted)
-        values = [self._send_value(states[number], reasons[number]) for number in sorted(reasons) if number in states]
+        derived = self._derive(done, drifted)
+        reasons = self._reasons(done, moved, drifted, apart(derived))
+        derived = tuple(one for one in derived if one.state != one.from_state or one.state in reasons)
+        omitted = left_out(derived)
+        values = [self._send_value(states[n], reasons[n], omitted[n]) for n in sorted(reasons) if n in states]
         refreshes = tuple(n for n in sorted(refresh) if n in states and n not in reasons)
         for number in refreshes:
             self._send_refresh(states[number], refresh[number])
@@ -121,12 +128,20 @@ class Capture:
         self._hooks.keep_order()
         gradients = tuple(g for g in done.gradients if g.state not in done.incomparable)
         comparable = frozenset(done.certifying & reasons.keys()) - done.incomparable - moved - drifted
-        return Draft(step, tuple(done.events), gradients, tuple(values), refreshes, removed, comparable, 0, 0)
+        return Draft(step, tuple(done.events), gradients, tuple(values), derived, refreshes, removed, comparable, 0, 0)
 
-    def _reasons(self, done: _Step, moved: frozenset[int], drifted: frozenset[int]) -> dict[int, str]:
+    def _derive(self, done: _Step, drifted: frozenset[int]) -> tuple[Derived, ...]:
+        """What need not be sent, since it equals a cast; not of states that must go whole, or that go as gradients."""
+        verdicts, states = self._verdicts(), self.inventory.states
+        stepped = done.certifying | {gradient.state for gradient in done.gradients}
+        return derived_now(
+            verdicts.derivations.rules, states, self._sent, stepped | drifted | verdicts.unsteady | (states.keys() - self.known)
+        )
+
+    def _reasons(self, done: _Step, moved: frozenset[int], drifted: frozenset[int], derived: frozenset[int]) -> dict[int, str]:
         """Which states go whole in this cut, and why; the first reason in order of weight is the one told."""
         states = self.inventory.states
-        reasons = self._quiet.reasons(self.inventory, done.fired)
+        reasons = self._quiet.reasons(self.inventory, done.fired, derived)
         strangers = self._strangers.collect() & states.keys()
         for number in (n for n, reason in reasons.items() if reason == "unseen" and states[n].optimizer is not None and n not in strangers):
             self._say_once(states[number].fqn, "its optimizer was not seen to change it: its gradients are gone before the step")
@@ -137,7 +152,7 @@ class Capture:
         reasons.update(dict.fromkeys((drifted | self._verdicts().unsteady) & states.keys(), "drift"))
         reasons.update(dict.fromkeys(moved & states.keys(), "write"))
         reasons.update(dict.fromkeys(states.keys() - self.known, "first"))
-        return reasons
+        return {number: reason for number, reason in reasons.items() if number not in derived}
 
     def _look_again(self) -> None:
         self._look()
@@ -255,11 +270,13 @@ class Capture:
             self._watch.accept(self.inventory.states[number] for number in self._stepping.get(name, ()))
             accumulated.spend(self.inventory.by_optimizer[name])
 
-    def _send_value(self, live: LiveState, reason: str) -> DraftValue:
+    def _send_value(self, live: LiveState, reason: str, omitted: Collection[str]) -> DraftValue:
         scalars = live.scalars()
         spec = live.spec(opaque.encode(f"optimizer entries of {live.fqn}", scalars) if scalars else b"")
         for name, tensor in live.tensors().items():
-            self.writer.send_value(live.state, name, tensor)
+            if name not in omitted:
+                self.writer.send_value(live.state, name, tensor)
+        self._sent[live.state] = spec
         return DraftValue(spec, reason)
 
     def _send_refresh(self, live: LiveState, ranges: list[tuple[str, int, int]]) -> None:

@@ -10,7 +10,7 @@ from adacheck.capture.blocks import Blocks
 from adacheck.capture.copier import Copier
 from adacheck.keeper.submission import Piece
 from adacheck.manifests.record import SEGMENT_BYTES_MAX
-from adacheck.states import dtype_name, local_tensor
+from adacheck.states import dtype_name, flat_bytes, local_tensor
 
 
 class PieceWriter:
@@ -67,7 +67,7 @@ class PieceWriter:
         if start == stop:
             return
         dtype, itemsize = dtype_name(tensor.dtype), tensor.element_size()
-        flat, step = _flat_bytes(tensor), SEGMENT_BYTES_MAX // itemsize
+        flat, step = flat_bytes(tensor), SEGMENT_BYTES_MAX // itemsize
         for at in range(start, stop, step):
             end = min(at + step, stop)
             source = flat[at * itemsize : end * itemsize]
@@ -77,9 +77,3 @@ class PieceWriter:
             else:
                 piece.where.tensor().copy_(source)
                 self._submit(piece)
-
-
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.reshape(-1).view(torch.uint8)

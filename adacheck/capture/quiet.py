@@ -7,6 +7,8 @@ step, and who writes them behind our back (an average of the weights kept throug
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import blake3
 import numpy as np
 import torch
@@ -32,10 +34,11 @@ class QuietOptimizers:
         self._digests: dict[int, bytes] = {}
         self._samples: dict[int, _Sample] = {}
 
-    def reasons(self, inventory: Inventory, fired: set[str]) -> dict[int, str]:
+    def reasons(self, inventory: Inventory, fired: set[str], derived: Collection[int] = ()) -> dict[int, str]:
         """The states nobody stepped that are not known to be unchanged since the last call, with the reason.
 
-        `unseen` are those whose bytes did change; for `quiet` and `buffer` there was nothing to compare with.
+        `unseen` are those whose bytes did change; for `quiet` and `buffer` there was nothing to compare with. `derived` states are
+        accounted for already, and are not read.
         """
         self._calls += 1
         reasons: dict[int, str] = {}
@@ -44,7 +47,9 @@ class QuietOptimizers:
             recent = [at for at in self._quiet_at.get(name, []) if at > self._calls - RECENT_STEPS] + [self._calls] * quiet
             self._quiet_at[name] = recent
             for live in inventory.by_optimizer[name]:
-                if live.kind == "parameter" and (name or live.parameter.requires_grad):
+                if live.state in derived:
+                    self._digests.pop(live.state, None)
+                elif live.kind == "parameter" and (name or live.parameter.requires_grad):
                     before = self._digests.pop(live.state, None)
                     now = _digest(live) if len(recent) > 1 or (quiet and before) else None
                     if now is not None:

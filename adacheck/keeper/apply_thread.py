@@ -6,14 +6,17 @@ That is: certificates and proofs from comparisons, rolling bases on NVMe, prunin
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from math import prod
 
 from adacheck.backends.errors import BackendError
-from adacheck.keeper import certify, proof, refresh
+from adacheck.cast import is_cast
+from adacheck.keeper import certify, derive, proof, refresh
 from adacheck.keeper.apply import Applied, Applier
+from adacheck.keeper.certify import Certifier
 from adacheck.keeper.full_thread import FullThread
 from adacheck.keeper.log_thread import lose_nvme
-from adacheck.keeper.protocol import advance, applicable, may_replace_base, prune, rebase_all, retirable, retire
+from adacheck.keeper.protocol import advance, applicable, may_replace_base, prune, rebase_all, retirable, retire, with_derived
 from adacheck.keeper.scan import held_of
 from adacheck.keeper.shared import Shared
 from adacheck.keeper.window import Window
@@ -65,6 +68,7 @@ class ApplyThread:
         shared, chain, logged = self._shared, self._shared.chain, self._window.get(step)
         increment, born = logged.increment, held_of(logged.increment).whole
         applied = self._applier.apply(increment, lambda segment: self._window.read(step, segment), states | born, logged.comparable)
+        self._applier.check_complete()
         chain.opaque = self._opaque(increment)
         self._learn(increment, applied)
         with shared.changed:
@@ -88,6 +92,7 @@ class ApplyThread:
             certifier = certify.observe(
                 certifier, verdict.state, verdict.kernel, equal=verdict.equal, gradient_nonzero=verdict.gradient_nonzero
             )
+        certifier = self._find_casts(increment, certifier)
         whole = {v.spec.state: [(t.name, prod(t.shape)) for t in v.spec.tensors] for v in increment.values}
         before = proof.must_ship(chain.proof)
         after = proof.observe(chain.proof, increment.step, whole=whole, compared=applied.compared, removed=increment.removed)
@@ -102,6 +107,19 @@ class ApplyThread:
             chain.certifier = certifier
             chain.proof = proof.forget(after, min(increment.step - PROOF_STEPS_KEPT, *self._fulls.pending_steps, increment.step))
 
+    def _find_casts(self, increment: Increment, certifier: Certifier) -> Certifier:
+        """Compare what was shipped whole with what it may be a cast of; the shadow is at the increment's step."""
+        shadow, known = self._shared.chain.shadow, certifier.derivations
+        shipped = {tensor: found for tensor, found in derive.shipped(increment).items() if tensor[0] not in certifier.unsteady}
+        equal = {
+            (state, name): [s for s in sources if is_cast(shadow[state].tensors[name], shadow[s[0]].tensors[s[1]])]
+            for (state, name), sources in derive.to_compare(
+                known, increment.step, shipped, {number: state.spec for number, state in shadow.items()}
+            ).items()
+        }
+        known = derive.observe(known, increment.step, shipped, equal, increment.derived)
+        return replace(certifier, derivations=derive.forget(known, increment.removed) if increment.removed else known)
+
     def _roll(self, step: int) -> None:
         """Write the bases that are due to NVMe, and drop what no cut needs any more."""
         shared, chain = self._shared, self._shared.chain
@@ -112,7 +130,7 @@ class ApplyThread:
         allowed = {"committed": shared.committed, "durable": shared.durable}
         whole = {at: held.whole for at, held in chain.nvme.held.items() if at <= step}
         wanted = (*refresh.bases_due(self._rolling, chain.nvme.bases, step), *refresh.crowded(chain.nvme.bases, whole, step))
-        due = [s for s in dict.fromkeys(wanted) if s in chain.shadow and may_replace_base(chain.nvme, s, step, **allowed)]
+        due = [s for s in with_derived(chain.nvme, wanted, step) if s in chain.shadow and may_replace_base(chain.nvme, s, step, **allowed)]
         certificates = certify.certificates(chain.certifier)
         try:
             if due:

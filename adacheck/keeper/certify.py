@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from adacheck.keeper import derive
+from adacheck.keeper.derive import Derivations
 from adacheck.manifests.record import Certificate, Kernel
 
 EQUAL_STEPS = 3
@@ -33,10 +35,12 @@ class Certifier:
     Attributes:
         proofs: by kernel (`kernel.certificate_key`).
         drifts: drifts found in each state, under whatever kernel.
+        derivations: tensors that are casts of others; found anew by every incarnation.
     """
 
     proofs: Mapping[Kernel, Proofs] = field(default_factory=dict)
     drifts: Mapping[int, int] = field(default_factory=dict)
+    derivations: Derivations = field(default_factory=Derivations)
 
     def certified(self, state: int, kernel: Kernel) -> bool:
         """Whether this state's gradients alone are enough under exactly this kernel."""
@@ -86,7 +90,8 @@ def drifted(certifier: Certifier, state: int) -> Certifier:
         kernel: replace(known, equal={other: count for other, count in known.equal.items() if other != state})
         for kernel, known in certifier.proofs.items()
     }
-    return Certifier(proofs, {**certifier.drifts, state: certifier.drifts.get(state, 0) + 1})
+    drifts = {**certifier.drifts, state: certifier.drifts.get(state, 0) + 1}
+    return Certifier(proofs, drifts, derive.forget(certifier.derivations, {state}))
 
 
 def forget(certifier: Certifier, states: Iterable[int]) -> Certifier:
@@ -96,7 +101,8 @@ def forget(certifier: Certifier, states: Iterable[int]) -> Certifier:
         kernel: Proofs({state: count for state, count in known.equal.items() if state not in gone}, known.denied - gone)
         for kernel, known in certifier.proofs.items()
     }
-    return Certifier(proofs, {state: count for state, count in certifier.drifts.items() if state not in gone})
+    drifts = {state: count for state, count in certifier.drifts.items() if state not in gone}
+    return Certifier(proofs, drifts, derive.forget(certifier.derivations, gone))
 
 
 def certificates(certifier: Certifier) -> tuple[Certificate, ...]:

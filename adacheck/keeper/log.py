@@ -6,14 +6,14 @@ all that was waiting. Blocks go back to the trainer when the transaction is on d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from adacheck.backends.base import Backend, Created, Expect, Item
 from adacheck.backends.memory import MemoryBackend
 from adacheck.digest import digest
 from adacheck.history import History, Row, add, unstored
-from adacheck.keeper.assembly import Assembly, ChainName
+from adacheck.keeper.assembly import Assembly, ChainName, left_out
 from adacheck.keeper.narrow import RAW, Narrower
 from adacheck.keeper.submission import Draft, Piece
 from adacheck.keeper.window import Logged
@@ -171,9 +171,11 @@ class LogWriter:
         at = self._at
         assert draft.step == at.step, f"step {draft.step} was submitted where step {at.step} was due"
         unchanged: dict[int, bytes] = {}
+        omitted = left_out(draft.derived)
         for value in draft.values:
             state, pieces = value.spec.state, at.small.pop(value.spec.state, [])
-            if not at.assembly.of("value", state) and _digest_of(pieces, value.spec) == at.previous_values.get(state):
+            shipped = at.assembly.of("value", state)
+            if not shipped and _digest_of(pieces, value.spec, omitted[state]) == at.previous_values.get(state):
                 unchanged[state] = at.previous_values[state]
             else:
                 for piece in pieces:
@@ -194,10 +196,10 @@ class LogWriter:
         self._at = _Progress(linked.link, draft.step + 1, past, previous_values=values, memory_bytes=at.memory_bytes)
 
 
-def _digest_of(pieces: list[Piece], spec: StateSpec) -> bytes:
-    """Digest of a state whose values are all small pieces."""
+def _digest_of(pieces: list[Piece], spec: StateSpec, omitted: Collection[str]) -> bytes:
+    """Digest of a state whose values are all small pieces, without its `omitted` tensors."""
     whole = Assembly()
     for piece in pieces:
         raw = piece.where.view()
         whole.add(("value", spec.state, 0), Segment(piece.tensor, piece.start, piece.stop, "raw", 1.0, 0, len(raw), digest(raw)))
-    return whole.value_digest(spec)
+    return whole.value_digest(spec, omitted)

@@ -8,7 +8,7 @@ a driver moves them and calls these functions to learn what it may do, and the s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -22,10 +22,12 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a copy must remember of an increment it holds: the states shipped whole in it, and those that end with it."""
+    """What a copy must remember of an increment it holds: the states shipped whole in it, those that end with it, and for each source
+    the other states that are derived from it."""
 
     whole: frozenset[int] = frozenset()
     removed: frozenset[int] = frozenset()
+    derived: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,25 @@ def may_replace_base(copy: Copy, state: int, at_step: int, *, committed: int, du
     Above the durable step it may not: another chain may have nothing newer than that on NVMe.
     """
     return copy.bases.get(state, copy.least_base - 1) < at_step <= min(committed, durable, copy.top)
+
+
+def with_derived(copy: Copy, states: Iterable[int], at_step: int) -> tuple[int, ...]:
+    """The states to give bases at `at_step` where these are to get some, in order: before each those that were derived from it since
+    their own base. Once the source has only the new base, its bytes of the steps before are gone, and so would theirs be."""
+    ordered: dict[int, None] = {}
+
+    def add(state: int, path: frozenset[int]) -> None:
+        if state in ordered:
+            return
+        for step, increment in copy.held.items():
+            for other in sorted(increment.derived.get(state, frozenset()) - path):
+                if copy.bases.get(other, step - 1) < step <= at_step:
+                    add(other, path | {other})
+        ordered[state] = None
+
+    for state in states:
+        add(state, frozenset({state}))
+    return tuple(ordered)
 
 
 def rebase(copy: Copy, state: int, step: int) -> Copy:

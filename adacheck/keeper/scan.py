@@ -73,7 +73,11 @@ def scan(backend: Backend, run: str) -> Scan | None:
 def held_of(increment: Increment) -> Held:
     """What the protocol must know of an increment."""
     whole = frozenset(value.spec.state for value in increment.values if not value.unchanged)
-    return Held(whole, frozenset(increment.removed))
+    derived: dict[int, frozenset[int]] = {}
+    for one in increment.derived:
+        if one.state != one.from_state:
+            derived[one.from_state] = derived.get(one.from_state, frozenset()) | {one.state}
+    return Held(whole, frozenset(increment.removed), derived)
 
 
 def _bases(backend: Backend, chain: Chain, run: str, rejected: list[str]) -> dict[int, Base]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adacheck.capture.blocks import Slice
-from adacheck.manifests.record import Event, StateSpec
+from adacheck.manifests.record import Derived, Event, StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class Draft:
     """The end of a step: what its pieces mean, and the watermarks the trainers agreed on.
 
     `comparable` are the states shipped whole whose gradients are complete too: a replay of them can be compared with the value.
+    `derived` tensors were found equal to the cast of their source at this step; their pieces were not submitted.
     `refreshes` are the states of which ranges were sent to compare. `blocked_us`: what the step before cost the trainer.
     """
 
@@ -60,6 +61,7 @@ class Draft:
     events: tuple[Event, ...]
     gradients: tuple[DraftGradient, ...]
     values: tuple[DraftValue, ...]
+    derived: tuple[Derived, ...]
     refreshes: tuple[int, ...]
     removed: tuple[int, ...]
     comparable: frozenset[int]
