@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from adacheck import catalogue, install, start
 from adacheck.backends.errors import BackendError
 from adacheck.capture.blocks import Blocks, PoolEmpty
+from adacheck.capture.forgotten import Forgotten
 from adacheck.capture.hooks import Capture
 from adacheck.capture.inventory import Inventory
 from adacheck.capture.pieces import PieceWriter
-from adacheck.commit import SingleProcess
 from adacheck.errors import AdacheckError, Closed, Detached, NotDurable, NotRestored
 from adacheck.install import Stateful
 from adacheck.keeper import proof, refresh
@@ -31,10 +31,12 @@ from adacheck.keeper.driver import Keeper
 from adacheck.manifests.record import FullEntry
 from adacheck.memory_need import fit
 from adacheck.nvme_directory import nvme_path
+from adacheck.pace import Pace
 from adacheck.preemption import finish_on_sigterm, forget
 from adacheck.reattach import begin_generation
 from adacheck.recovery import Cut
 from adacheck.reports import Reports
+from adacheck.restore_notes import notes
 from adacheck.status import Status, status_of
 from adacheck.undisturbed import undisturbed
 
@@ -62,10 +64,11 @@ class Checkpointer:
         self._step = 0
         self._start: start.Start | None = None
         self._keeper: Keeper | None = None
-        self._rounds = SingleProcess()
+        self._pace = Pace()
         self._blocks = Blocks(0, min(store.config.deadline_s, BLOCK_DEADLINE_S))
         self._writer = PieceWriter(self._blocks, self._submit)
         self._capture = Capture(inventory, self._writer, self._verdicts, self._detach)
+        self._forgotten = Forgotten(inventory, self._extra)
         self._schedule: tuple[refresh.Layout, refresh.Schedule] | None = None
         self._reports = Reports()
         self._blocked_s = 0.0
@@ -96,6 +99,8 @@ class Checkpointer:
         self._refuse_closed("restore")
         if self._keeper is not None:
             raise AdacheckError(f"restore() was called at step {self._step}, after training had begun; call it once, before the first step")
+        if self._capture.stepped:
+            _log.warning("restore() was called after an optimizer step, which it undoes if the run has a cut; call it before the loop")
         begun = self._begin()
         only = frozenset(full.step for full in begun.sources.fulls if full.status == "proven") if proven else None
         cut = start.find_cut(begun, step=step, only=only)
@@ -109,7 +114,9 @@ class Checkpointer:
         if cut is not None:
             self.restored = replace(cut, states={})
             self._step = cut.step
-            _log.info("restored step %d from %s", cut.step, cut.source)
+            for line in notes(cut, self._inventory):
+                _log.warning("%s", line)
+            _log.info("restored step %d from %s: go on with range(%d, total)", cut.step, cut.source, cut.step)
         return self._step
 
     @undisturbed
@@ -138,6 +145,8 @@ class Checkpointer:
             except BaseException as error:  # half an increment cannot be taken back: a new base will follow
                 keeper.shared.fail(Detached(f"step {self._step} could not be captured: {type(error).__name__}: {error}"))
                 raise
+        for line in self._forgotten.after_call():
+            _log.warning("%s", line)
         self._reports.say(keeper, raising=self._config.on_error == "raise")
         if isinstance(keeper.failure, Detached):
             self._reattach(keeper)
@@ -167,7 +176,7 @@ class Checkpointer:
         if keeper is None:
             return
         last = keeper.submitted
-        if not self._wait_applied(keeper, last, self._config.deadline_s) or keeper.failure:
+        if not self._pace.wait_applied(keeper, last, self._config.deadline_s) or keeper.failure:
             raise NotDurable(f"step {last} is acked up to {keeper.progress().acked} and not applied: {self._reports.why(keeper)}")
 
     def publish_full(self) -> None:
@@ -248,8 +257,9 @@ class Checkpointer:
         chain = start.bring_copies_in(begun, cut)
         self._keeper = Keeper(chain, self._config, self._budget, self._blocks, self._store.objects, begun.sources.fulls)
         self._capture.restored(chain.shadow)
-        self._round(self._keeper)
+        self._pace.round(self._keeper)
         self._keeper.start()
+        self._forgotten.begin()
         self._pid = os.getpid()
         atexit.register(self._at_exit)
         finish_on_sigterm(self._on_sigterm)
@@ -290,7 +300,7 @@ class Checkpointer:
         return catalogue.head(self._store.objects, self._start.sources.run).fulls
 
     def _make_increment(self, keeper: Keeper) -> None:
-        self._round(keeper)
+        self._pace.round(keeper)
         progress = keeper.progress()
         plan = self._plan()
         ranges: dict[int, list[tuple[str, int, int]]] = {}
@@ -304,33 +314,8 @@ class Checkpointer:
             self._schedule = None
         keeper.submit(replace(draft, committed=progress.committed, durable=progress.durable, blocked_us=round(self._blocked_s * 1e6)))
         certifying = 2 * len(draft.comparable) > len(draft.gradients)
-        self._keep_pace(keeper, CERTIFYING_STEPS_MAX if certifying else max(self._config.log_steps // 2, CERTIFYING_STEPS_MAX))
-
-    def _keep_pace(self, keeper: Keeper, most: int) -> None:
-        """Wait while more than `most` steps are not applied yet, so that the log does not outgrow what it is said to need."""
-        behind = keeper.submitted - keeper.shared.chain.memory.least_base
-        if behind <= most:
-            return
-        begun = time.perf_counter()
-        caught_up = self._wait_applied(keeper, keeper.submitted - most, self._blocks.deadline_s)
-        self._blocks.blocked_s += time.perf_counter() - begun
-        if not caught_up and keeper.failure is None:
-            raise PoolEmpty(f"{behind} steps wait to be applied, {most} may, and none was for {self._blocks.deadline_s:.0f} s")
-
-    def _wait_applied(self, keeper: Keeper, step: int, deadline_s: float) -> bool:
-        """Wait until the shadow is at `step`, running the round that lets it get there; whether it is in time."""
-        deadline, shared = time.monotonic() + deadline_s, keeper.shared
-        shared.wait(lambda: shared.chain.progress.acked >= step, deadline_s)
-        self._round(keeper)
-        progress = keeper.progress()
-        shared.allow(progress.committed, progress.durable)
-        return shared.wait(lambda: shared.chain.memory.least_base >= step, deadline - time.monotonic())
-
-    def _round(self, keeper: Keeper) -> None:
-        """Learn the rounds that finished, and in a world of one run one at once."""
-        self._rounds.begin(keeper.vector())
-        for reduced in self._rounds.take_finished():
-            keeper.learn(reduced)
+        most = CERTIFYING_STEPS_MAX if certifying else max(self._config.log_steps // 2, CERTIFYING_STEPS_MAX)
+        self._pace.keep(keeper, most, self._blocks)
 
     def _plan(self) -> refresh.Schedule | None:
         """Which ranges are refreshed when; made anew when the states have changed."""
@@ -377,6 +362,7 @@ class Checkpointer:
         self._reports.say(keeper, raising=self._config.on_error == "raise")
 
     def _release(self) -> None:
+        self._forgotten.end()
         self._writer.close()
         if self._keeper is not None:
             self._keeper.stop(self._config.deadline_s)

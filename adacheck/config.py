@@ -96,16 +96,13 @@ def parse(uri: str, options: Mapping[str, Any], environment: Mapping[str, str] =
     """The configuration that a URI, keyword options and the environment give together.
 
     Raises:
-        ConfigError: no or an unknown scheme, an unknown option (the nearest known one is offered), a value out of range, or
-            an address that needs `nvme=` without one.
+        ConfigError: no or an unknown scheme, an unknown option or `ADACHECK_*` variable (the nearest known one is offered), a value
+            out of range, or an address that needs `nvme=` without one.
     """
     parts = urlsplit(uri, allow_fragments=False)
     uri = uri.partition("?")[0]  # what messages show: options may hold a password
     _check_scheme(uri, parts.scheme)
-    given: dict[str, Any] = {}
-    for name in OPTIONS:
-        if (value := environment.get(f"ADACHECK_{name.upper()}")) is not None:
-            given[name] = value
+    given: dict[str, Any] = dict(_from_environment(environment))
     query = _query(uri, parts.query)
     given.update(query)
     given.update({name: value for name, value in options.items() if value is not None or name == "nvme"})
@@ -119,6 +116,16 @@ def parse(uri: str, options: Mapping[str, Any], environment: Mapping[str, str] =
             raise ConfigError(f"{uri!r}: a file address has three slashes and an absolute path, as in file:///data/run-42")
     given["nvme"] = _nvme(given.get("nvme", ""), parts.scheme, parts.path, uri)
     return _build(address, given, storage)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Options by variable. A variable that resembles none is somebody's own, such as the URI of a script."""
+    variables = {f"ADACHECK_{name.upper()}": name for name in OPTIONS}
+    for variable in environment:
+        name = variable.removeprefix("ADACHECK_").lower()
+        if variable.startswith("ADACHECK_") and variable not in variables and difflib.get_close_matches(name, OPTIONS):
+            raise ConfigError(f"unknown variable {variable} in the environment{_nearest(variable.upper(), variables)}; unset it")
+    return {variables[variable]: value for variable, value in environment.items() if variable in variables}
 
 
 def _check_scheme(uri: str, scheme: str) -> None:

@@ -24,7 +24,7 @@ from adacheck.states import dtype_name, local_tensor
 
 _log = logging.getLogger("adacheck")
 
-_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """Entries that learning-rate schedulers add to parameter groups."""
 
 RNG, OPTIMIZER, EXTRA = "rng", "optimizer/", "extra/"
@@ -52,7 +52,7 @@ def opaque_items(
     """
     items = [(RNG, opaque.encode(RNG, rng_state()))]
     for name, optimizer in inventory.optimizers.items():
-        items.append((OPTIMIZER + name, opaque.encode(OPTIMIZER + name, _groups(inventory, optimizer))))
+        items.append((OPTIMIZER + name, opaque.encode(OPTIMIZER + name, _groups(inventory, name))))
         if own := own_entries(optimizer):
             items.append((OWN + name, opaque.encode(OWN + name, own)))
         unspent = accumulated.unspent(inventory.by_optimizer[name])
@@ -63,10 +63,17 @@ def opaque_items(
     return items
 
 
-def _groups(inventory: Inventory, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _groups(inventory: Inventory, name: str) -> list[dict[str, Any]]:
+    """Of each group its parameters' names, its present hyperparameters, and (encoded) those the script gave it when it attached."""
+    groups = inventory.optimizers[name].param_groups
+    given = inventory.given.get(name, ())
     return [
-        {"names": [inventory.by_parameter[id(p)].fqn for p in group["params"]], "values": {k: v for k, v in group.items() if k != "params"}}
-        for group in optimizer.param_groups
+        {
+            "names": [inventory.by_parameter[id(p)].fqn for p in group["params"]],
+            "values": {k: v for k, v in group.items() if k != "params"},
+            "given": given[g] if g < len(given) else b"",
+        }
+        for g, group in enumerate(groups)
     ]
 
 
@@ -154,7 +161,7 @@ def _group_problems(decoded: Mapping[str, Any], inventory: Inventory) -> Iterabl
         yield f"not in the cut: optimizer {name!r}"
     for name in saved_names & inventory.optimizers.keys():
         saved = [group["names"] for group in decoded[OPTIMIZER + name]]
-        here = [group["names"] for group in _groups(inventory, inventory.optimizers[name])]
+        here = [group["names"] for group in _groups(inventory, name)]
         if len(saved) != len(here):
             yield f"optimizer {name!r}: {len(here)} parameter groups in the script, {len(saved)} in the cut"
         elif saved != here:
@@ -168,7 +175,7 @@ def _group_problems(decoded: Mapping[str, Any], inventory: Inventory) -> Iterabl
 def _hyperparameter_problems(name: str, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> Iterable[str]:
     """Hyperparameters that only one side has: the optimizer is of another class."""
     for here, group in zip(optimizer.param_groups, saved, strict=True):
-        gone = group["values"].keys() - here.keys() - _OF_SCHEDULERS
+        gone = group["values"].keys() - here.keys() - OF_SCHEDULERS
         fresh = optimizer.defaults.keys() - group["values"].keys()
         if gone or fresh:
             only = f"only the cut has {', '.join(sorted(gone)) or 'none'}, only the script {', '.join(sorted(fresh)) or 'none'}"

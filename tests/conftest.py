@@ -9,7 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from hypothesis import HealthCheck, settings
 
-# `derandomize` makes a failure on one machine a failure on all; ADACHECK_HYPOTHESIS=search looks for new ones instead.
+# `derandomize` makes a failure on one machine a failure on all; HYPOTHESIS_PROFILE=search looks for new ones instead.
 settings.register_profile("repeat", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, max_examples=1_000)
-settings.load_profile(os.environ.get("ADACHECK_HYPOTHESIS", "repeat"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))

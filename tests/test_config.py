@@ -89,6 +89,17 @@ def test_keywords_win_over_the_uri_and_that_over_the_environment() -> None:
     assert config("file:///d?keep=8", environment, keep=None).keep == 8, "a keyword of None is one that was not given"
 
 
+@pytest.mark.parametrize(("variable", "near"), [("FULL_EVRY", "FULL_EVERY"), ("KEEPS", "KEEP"), ("NVME_DIR", "NVME"), ("keep", "KEEP")])
+def test_a_misspelled_variable_is_refused(variable: str, near: str) -> None:
+    says = f"unknown variable ADACHECK_{variable} in the environment (did you mean 'ADACHECK_{near}'?)"
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        config("file:///d", {f"ADACHECK_{variable}": "7"}, keep=8)
+
+
+def test_a_variable_of_somebody_elses_is_left_alone() -> None:
+    assert config("file:///d", {"ADACHECK_URI": "file:///d", "ADACHECK_TEST_BUCKET": "x", "ADACHECKS_KEEP": "3"}).keep == 3
+
+
 def test_every_option_can_come_from_each_of_the_three() -> None:
     values = {
         "nvme": "/n", "agent": "inprocess", "peer_copies": "2", "redundancy": "live", "tolerance": "2", "full_every": "5", "refresh": "6",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,22 @@ def test_parameter_group_added_in_mid_run(tmp_path: Path, caplog: pytest.LogCapt
     assert set(travelled(found, "2.weight")) == {"gradient"}
 
 
+def test_given_to_an_optimizer_that_does_not_step_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of the parameter's bytes changes, and still the cut must say whose it is."""
+
+    def adding(job: Job, n: int) -> None:
+        if n == LAST:
+            job.optimizer.add_param_group({"params": list(job.model.get_submodule("2").parameters())})
+        else:
+            plain(job, n)
+
+    def made(seed: int, layers: str) -> Job:
+        model = mlp(seed)
+        return Job(model, {"optim": adamw([{"params": list(model.get_submodule(layer).parameters())} for layer in layers])}, adding)
+
+    survives(tmp_path, lambda seed: made(seed, "0"), caplog, again=lambda seed: made(seed, "02"))
+
+
 def test_parameters_come_and_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A layer that exists from step 4 to 8 only: its states are born, and removed while other states keep older bases."""
 
@@ -170,6 +187,26 @@ def test_sparse_gradients_go_whole(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
     found = survives(tmp_path, make, caplog)
     assert set(travelled(found, "0.weight")) == {"value: optimizer"} and set(travelled(found, "1.weight")) == {"gradient"}
+
+
+def test_frozen_while_nothing_else_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A value whose bytes equal those of the step before is left out, and still says whether the parameter is trained."""
+
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        return Job(model, {"optim": torch.optim.LBFGS(model.parameters(), max_iter=1)}, freezing)
+
+    def freezing(job: Job, n: int) -> None:
+        if n >= LAST - 3:
+            job.model.get_parameter("0.weight").requires_grad_(n >= LAST + 2)
+        else:
+            job.optimizer.step(partial(closure, job))
+
+    def closure(job: Job) -> float:
+        backward(job.model)
+        return 1.0
+
+    survives(tmp_path, make, caplog)
 
 
 class Undeclared(torch.optim.RMSprop):

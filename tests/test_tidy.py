@@ -128,3 +128,9 @@ def test_what_fsck_needs_is_imported_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_version_is_known_without_torch() -> None:
+    script = "import adacheck, sys; assert adacheck.__version__ == '0.1.0' and 'torch' not in sys.modules; adacheck.Status(3)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

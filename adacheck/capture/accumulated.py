@@ -44,6 +44,12 @@ def unspent(states: Iterable[LiveState]) -> dict[str, Any]:
     return found
 
 
+def waiting(states: Iterable[LiveState]) -> bool:
+    """Whether a gradient is there that no optimizer has used yet."""
+    gradients = [live.parameter.grad for live in states]
+    return any(gradient is not None and vars(gradient).get(_MARK, (None,))[0] != version(gradient) for gradient in gradients)
+
+
 def put_back(states: Iterable[LiveState], gradients: Mapping[str, Any]) -> None:
     """Give every parameter the gradient that `unspent` said, or none."""
     for live in states:

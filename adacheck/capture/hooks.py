@@ -165,6 +165,11 @@ class Capture:
         """Parameters that optimizers step which are not attached, with the class of the optimizer."""
         return self._strangers.unattached
 
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has stepped since the last `ckpt.step()`."""
+        return bool(self._step.fired)
+
     def take_blocked_s(self) -> float:
         """Seconds the hooks took since the last call."""
         blocked, self._blocked_s = self._blocked_s, 0.0

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from adacheck.capture import opaque
 from adacheck.errors import ConfigError, UnsupportedTensor
 from adacheck.manifests.record import StateSpec
 from adacheck.states import local_tensor, refuse_unstorable, tensor_spec
@@ -85,6 +86,7 @@ class Inventory:
         models, optimizers: what was attached, by name (`""` and `optim` where there is one of them).
         numbers: fqn -> state number; kept over restarts of one generation, extended by new names.
         states, by_parameter, by_optimizer: the live states by number, by `id` of their parameter, and by who steps them.
+        given: each optimizer's hyperparameters as the script had set them when it attached, encoded, by group.
     """
 
     models: dict[str, torch.nn.Module]
@@ -93,6 +95,7 @@ class Inventory:
     states: dict[int, LiveState] = field(default_factory=dict)
     by_parameter: dict[int, LiveState] = field(default_factory=dict)
     by_optimizer: dict[str, list[LiveState]] = field(default_factory=dict)
+    given: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
 
     def refresh(self) -> None:
         """Look again: names of all parameters, buffers, and what the optimizers hold besides (cheap; called at every step)."""
@@ -241,6 +244,9 @@ def take_inventory(model: Models, optimizer: Optimizers) -> Inventory:
         for name, entry in live.optimizer_entries().items():
             if isinstance(entry, torch.Tensor):
                 refuse_unstorable(entry, f"optimizer entry {name!r} of {live.fqn}")
+    for name, each in optimizers.items():
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
+        inventory.given[name] = tuple(opaque.encode(f"optimizer {name!r}", group) for group in groups)
     return inventory
 
 

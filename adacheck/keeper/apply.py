@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -128,8 +128,9 @@ class Applier:
     def _take_value(self, step: int, value: Value, omitted: Collection[str], read: ReadSegment) -> None:
         state = value.spec.state
         if value.unchanged:
-            if state not in self.shadow:
+            if (known := self.shadow.get(state)) is None:
                 raise DamagedCut(f"step {step}: {value.spec.fqn} is said to be unchanged, but no earlier value of it is there")
+            self.shadow[state] = replace(known, spec=value.spec)  # its bytes are; names and `requires_grad` may not be
             return
         known = self.shadow.get(state)
         tensors = known.tensors if known is not None and known.spec.tensors == value.spec.tensors else None

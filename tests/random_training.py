@@ -1,0 +1,313 @@
+"""A random training script as data: what is trained by what, how the loop goes, and what is done to it in mid-run.
+
+A `Program` prints as the code that builds it, so that what a failure shows can be pasted into a test. Everything an iteration
+does follows from the program, the iteration's number and the generators: a run can be repeated, and gone on with after a crash.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tests import random_modules
+from tests.random_modules import Part
+from tests.training import Job
+
+
+@dataclass(frozen=True)
+class Optim:
+    """One optimizer.
+
+    Attributes:
+        kind: name in `torch.optim`.
+        options: its arguments; `lr="tensor"` is a tensor.
+        parts: numbers of the parts it trains.
+        grouped: each part is a parameter group of its own.
+        rests: it does not step in iterations that are multiples of this; 0 for always.
+    """
+
+    kind: str
+    options: dict[str, Any]
+    parts: tuple[int, ...]
+    grouped: bool = False
+    rests: int = 0
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Something done in mid-run: key of `EDITS`, at the begin of iteration `step` or (`late`) at its end, to the nth candidate."""
+
+    step: int
+    what: str
+    late: bool = False
+    nth: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training script.
+
+    Attributes:
+        added: (step, optimizer, part): this part becomes a group of that optimizer at the begin of that iteration.
+        hooks: keys of `HOOKS`, registered before the store is attached.
+        loop: `plain`, `accumulate`, `twice`, `closure` or `scaler`.
+        clip: `""`, `norm`, `norm loop` or `value`.
+        scheduler: of the first optimizer, in `extra`; `""` for none.
+        infinite: with a scaler, losses of iterations that are multiples of this are infinite.
+    """
+
+    parts: tuple[Part, ...]
+    optims: tuple[Optim, ...]
+    added: tuple[int, int, int] | None = None
+    edits: tuple[Edit, ...] = ()
+    hooks: tuple[str, ...] = ()
+    loop: str = "plain"
+    clip: str = ""
+    scheduler: str = ""
+    infinite: int = 0
+    flush_denormal: bool = False
+
+    def job(self, seed: int, done: int = 0) -> Job:
+        """The script's objects as it would make them if it began after `done` iterations; values depend on the seed."""
+        torch.manual_seed(seed)
+        random.seed(seed)
+        model = nn.ModuleList([random_modules.make(part) for part in self.parts])
+        optimizers = {f"{i}": self._optimizer(optim, model) for i, optim in enumerate(self.optims)}
+        extra: dict[str, Any] = {}
+        if self.loop == "scaler":
+            extra["scaler"] = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        if self.scheduler:
+            extra["scheduler"] = _scheduler(self.scheduler, optimizers["0"])
+        job = Job(model, optimizers, self.iterate, extra)
+        for hook in self.hooks:
+            if hook != "global":
+                HOOKS[hook](job)
+        if self.added is not None and self.added[0] <= done:
+            self._add(job)
+        for edit in self.edits:
+            if edit.what == "hook" and edit.step <= done:
+                _edit(job, edit)
+        return job
+
+    def iterate(self, job: Job, n: int) -> None:
+        """Iteration n, as `tests.training.Job` wants it."""
+        if self.added is not None and self.added[0] == n:
+            self._add(job)
+        self._edit(job, n, late=False)
+        loss = 0.0
+        for _ in range(2 if self.loop == "twice" else 1):
+            loss = self._step(job, n)
+        if "scheduler" in job.extra:
+            scheduler = job.extra["scheduler"]
+            scheduler.step(loss) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
+        self._edit(job, n, late=True)
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """What the script changes for the whole process: denormal mode and global hooks."""
+        handle = register_optimizer_step_pre_hook(_halve) if "global" in self.hooks else None
+        torch.set_flush_denormal(self.flush_denormal)
+        try:
+            yield
+        finally:
+            torch.set_flush_denormal(False)
+            if handle is not None:
+                handle.remove()
+
+    def _optimizer(self, optim: Optim, model: nn.ModuleList) -> Optimizer:
+        options = {name: torch.tensor(0.01) if value == "tensor" else value for name, value in optim.options.items()}
+        parts = [{"params": list(model[part].parameters())} for part in optim.parts]
+        groups: list[dict[str, Any]] = parts if optim.grouped else [{"params": [p for part in parts for p in part["params"]]}]
+        for i, group in enumerate(groups):
+            group |= {"note": i} if "lr" in optim.options else {"note": i, "lr": 0.02 / (i + 1)}
+        optimizer: Optimizer = getattr(torch.optim, optim.kind)(groups, **options)
+        return optimizer
+
+    def _add(self, job: Job) -> None:
+        assert self.added is not None
+        _, optimizer, part = self.added
+        job.optimizers[str(optimizer)].add_param_group({"params": list(job.model.get_submodule(str(part)).parameters())})
+
+    def _edit(self, job: Job, n: int, *, late: bool) -> None:
+        for edit in self.edits:
+            if edit.step == n and edit.late == late:
+                _edit(job, edit)
+
+    def _step(self, job: Job, n: int) -> float:
+        job.model.zero_grad()
+        total = 0.0
+        if self.loop != "closure":
+            for _ in range(2 if self.loop == "accumulate" else 1):
+                total += self._backward(job, n)
+        for i, (optim, optimizer) in enumerate(zip(self.optims, job.optimizers.values(), strict=True)):
+            if not self._steps(optim, n):
+                continue
+            if self.loop == "closure" or optim.kind == "LBFGS":
+                optimizer.step(lambda: self._again(job, n))
+            elif self.loop == "scaler":
+                self._scaled_step(job, optimizer, unscale=i % 2 == 0)
+            else:
+                self._clip(optimizer)
+                optimizer.step()
+        if self.loop == "scaler" and any(self._steps(optim, n) for optim in self.optims):
+            job.extra["scaler"].update()
+        return total
+
+    def _steps(self, optim: Optim, n: int) -> bool:
+        return not optim.rests or n % optim.rests != 0
+
+    def _scaled_step(self, job: Job, optimizer: Optimizer, *, unscale: bool) -> None:
+        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            return
+        scaler = job.extra["scaler"]
+        if unscale or self.clip:
+            scaler.unscale_(optimizer)
+            self._clip(optimizer)
+        scaler.step(optimizer)
+
+    def _again(self, job: Job, n: int) -> float:
+        job.model.zero_grad()
+        return self._backward(job, n)
+
+    def _backward(self, job: Job, n: int) -> float:
+        modules = [job.model.get_submodule(str(i)) for i, part in enumerate(self.parts) if part.used(n)]
+        loss = sum((module() for module in modules), torch.zeros(())) * (0.5 + random.random())
+        if self.infinite and n % self.infinite == 0:
+            loss = loss * float("inf")
+        if self.loop == "scaler":
+            loss = job.extra["scaler"].scale(loss)
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+        return float(loss.detach())
+
+    def _clip(self, optimizer: Optimizer) -> None:
+        dense = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None and p.grad.layout == torch.strided]
+        real = [p for p in dense if not p.is_complex()]
+        if self.clip.startswith("norm"):
+            nn.utils.clip_grad_norm_(dense, 0.05, foreach=None if self.clip == "norm" else False)
+        elif self.clip and real:
+            nn.utils.clip_grad_value_(real, 0.01)
+
+
+def _scheduler(kind: str, optimizer: Optimizer) -> Any:
+    makers: dict[str, Callable[[], Any]] = {
+        "StepLR": lambda: lr_scheduler.StepLR(optimizer, 2, 0.5),
+        "CosineAnnealingLR": lambda: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+        "OneCycleLR": lambda: lr_scheduler.OneCycleLR(optimizer, 0.02, 40, cycle_momentum="betas" in optimizer.defaults),
+        "ReduceLROnPlateau": lambda: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
+        "SequentialLR": lambda: lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)], [3]
+        ),
+    }
+    return makers[kind]()
+
+
+SCHEDULERS = ("StepLR", "CosineAnnealingLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR")
+
+
+def _parameters(job: Job) -> list[tuple[Optimizer, nn.Parameter]]:
+    return [(o, p) for o in job.optimizers.values() for g in o.param_groups for p in g["params"]]
+
+
+def _halve(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+def _halve_own(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
+
+
+def _on_parameters(job: Job, register: str, hook: Callable[[torch.Tensor], Any]) -> None:
+    for _, parameter in _parameters(job)[:2]:
+        if parameter.requires_grad:
+            getattr(parameter, register)(hook)
+
+
+def _shrink(optimizer: Optimizer, *_: Any) -> None:
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][0].mul_(0.99)
+
+
+HOOKS: dict[str, Callable[[Job], Any]] = {
+    "global": lambda job: None,  # see `Program.surroundings`
+    "gradients": lambda job: [optimizer.register_step_pre_hook(_halve) for optimizer in job.optimizers.values()],
+    "weights": lambda job: [optimizer.register_step_post_hook(_shrink) for optimizer in job.optimizers.values()],
+    "tensors": lambda job: _on_parameters(job, "register_hook", lambda g: g * 0.5),
+    "modules": lambda job: [module.register_forward_hook(lambda m, a, out: out * 1.5) for module in job.model.children()],
+    "accumulated": lambda job: _on_parameters(job, "register_post_accumulate_grad_hook", _halve_own),
+}
+"""Hooks that change gradients, weights or outputs."""
+
+
+def _edit(job: Job, edit: Edit) -> None:
+    parameters = _parameters(job)
+    optimizer, parameter = parameters[edit.nth % len(parameters)]
+    with torch.no_grad():
+        EDITS[edit.what](job, optimizer, parameter)
+
+
+def _replace(job: Job, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 0.9
+
+
+def _scale_lr(job: Job, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5
+
+
+def _change_decay(job: Job, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    group = optimizer.param_groups[-1]
+    sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in group["params"])
+    if "weight_decay" in group and not sparse:
+        group["weight_decay"] = 0.0 if group["weight_decay"] else 0.02
+
+
+def _scale_moments(job: Job, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    for name, entry in optimizer.state.get(parameter, {}).items():
+        if isinstance(entry, torch.Tensor) and name != "step":
+            entry.mul_(0.5)
+
+
+def _swap(job: Job, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    for module in job.model.children():
+        if isinstance(module, random_modules.Averaged):
+            module.swap()
+
+
+def _rebind(job: Job, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    for module in job.model.children():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.clone())
+
+
+EDITS: dict[str, Callable[[Job, Optimizer, nn.Parameter], Any]] = {
+    "write": lambda job, optimizer, p: p.mul_(0.9),
+    "replace": _replace,
+    "freeze": lambda job, optimizer, p: p.requires_grad_(False),
+    "unfreeze": lambda job, optimizer, p: p.requires_grad_(True),
+    "lr": _scale_lr,
+    "decay": _change_decay,
+    "note": lambda job, optimizer, p: optimizer.param_groups[-1].update(note=[1, 2.5, ("three", None)]),
+    "moments": _scale_moments,
+    "clear": lambda job, optimizer, p: optimizer.state.clear(),
+    "clear one": lambda job, optimizer, p: optimizer.state.pop(p, None),
+    "load optimizer": lambda job, optimizer, p: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "load model": lambda job, optimizer, p: job.model.load_state_dict({k: v.clone() for k, v in job.model.state_dict().items()}),
+    "swap": _swap,
+    "rebind": _rebind,
+    "hook": lambda job, optimizer, p: [each.register_step_pre_hook(_halve) for each in job.optimizers.values()],
+}
+"""What can be done to an optimizer and one of its parameters in mid-run; `hook` is what a script that starts again does again."""
