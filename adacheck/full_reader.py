@@ -1,7 +1,11 @@
-"""Reads a full checkpoint of the object tier: manifest, tensors, opaque items. No byte is handed out before its digest matched."""
+"""Reads a full checkpoint of the object tier: manifest, tensors, opaque items. No byte is handed out before its digest matched.
+
+Bytes that do not match are read a second time before they count as damaged: they may have changed on the way.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +29,8 @@ WINDOW_BYTES = 8 << 20
 """Length of one ranged get; the small tensors beside the one asked for come with it."""
 
 _WINDOWS = 3
+
+_log = logging.getLogger("adacheck")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ def read_full(backend: Backend, entry: FullEntry) -> FullReader:
 
 def _read_manifest(backend: Backend, entry: FullEntry) -> Full:
     key = keys.manifest(entry.folder)
-    content = _get(backend, key, None)
+    content = _get_checked(backend, key, None, entry.manifest_digest)
     if digest(content) != entry.manifest_digest:
         raise DamagedCut(f"{key} is not the manifest that the version lists: {len(content)} bytes with another digest")
     try:
@@ -77,6 +83,12 @@ def _get(backend: Backend, key: str, byte_range: tuple[int, int] | None) -> byte
         return backend.get(key, byte_range)
     except NotFound as error:
         raise DamagedCut(f"{key} is missing from {backend.name}; the full checkpoint it belongs to is lost") from error
+
+
+def _get_checked(backend: Backend, key: str, byte_range: tuple[int, int] | None, wanted: bytes) -> bytes:
+    """The bytes, got a second time if they do not have the digest; the caller looks at it again."""
+    content = _get(backend, key, byte_range)
+    return content if digest(content) == wanted else _get(backend, key, byte_range)
 
 
 class FullReader:
@@ -136,7 +148,13 @@ class FullReader:
         if tensor.numel():
             shard, held = self._held[at, rows.tensor]
             first = rows.start * prod(spec.shape[1:]) * tensor.element_size()
-            self._fill(tensor_bytes(tensor), first, shard, held, spec_bytes(spec))
+            try:
+                self._fill(tensor_bytes(tensor), first, shard, held, spec_bytes(spec))
+            except DamagedCut as error:
+                _log.warning("read again: %s", error)
+                self._windows.clear()
+                self._places.pop(shard.name, None)
+                self._fill(tensor_bytes(tensor), first, shard, held, spec_bytes(spec))
         return tensor
 
     def read(self, wanted: Mapping[int, Sequence[Rows]]) -> Iterator[tuple[int, list[torch.Tensor], Mapping[str, object]]]:
@@ -161,7 +179,8 @@ class FullReader:
 
     def _opaque_item(self, segment: Segment) -> bytes:
         key = keys.opaque(self.entry.folder)
-        content = _get(self._backend, key, (segment.start, segment.stop)) if segment.stop > segment.start else b""
+        place = (segment.start, segment.stop)
+        content = _get_checked(self._backend, key, place, segment.digest) if segment.stop > segment.start else b""
         if digest(content) != segment.digest:
             raise DamagedCut(f"{key}: item {segment.tensor} does not match its digest ({len(content)} of {segment.stored_bytes} bytes)")
         return content

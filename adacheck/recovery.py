@@ -14,7 +14,7 @@ from typing import TypeVar
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import BackendError, Denied, Unavailable
 from adacheck.capture import opaque
-from adacheck.errors import AdacheckError, DamagedCut, NoCut
+from adacheck.errors import AdacheckError, NoCut
 from adacheck.full_reader import read_full
 from adacheck.keeper.cut import Offer, choose_cut
 from adacheck.keeper.protocol import Kind
@@ -70,7 +70,7 @@ def read_newest(sources: Sources, *, step: int | None = None, only: Container[in
     """
 
     def read(offer: Offer, at: int) -> Cut:
-        cut = read_nvme(sources, at) if offer.kind is Kind.NVME else _read_twice(sources.objects, sources.full(offer))
+        cut = read_nvme(sources, at) if offer.kind is Kind.NVME else read_object(sources.objects, sources.full(offer))
         _check_opaque(cut)
         return cut
 
@@ -145,15 +145,6 @@ def _check_opaque(cut: Cut) -> None:
     """
     for content in cut.opaque.values():
         opaque.decode(content)
-
-
-def _read_twice(objects: Backend, entry: FullEntry) -> Cut:
-    """`read_object`, again if bytes were wrong: they may have been so on the way only."""
-    try:
-        return read_object(objects, entry)
-    except DamagedCut as error:
-        _log.warning("read again: %s", error)
-        return read_object(objects, entry)
 
 
 def read_nvme(sources: Sources, step: int) -> Cut:
