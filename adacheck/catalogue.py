@@ -16,9 +16,10 @@ from adacheck.incarnations import check_newest, read_forks
 from adacheck.keeper.cut import ForkEntry, is_live
 from adacheck.manifests import keys
 from adacheck.manifests.chain import NO_LINK, seal_version
-from adacheck.manifests.encoding import decode, encode
+from adacheck.manifests.encoding import encode
 from adacheck.manifests.errors import FormatError, NewerFormat
 from adacheck.manifests.record import Fork, FullEntry, Version
+from adacheck.sense import read
 
 RACES_MAX = 100
 """Lost races for a number after which publishing gives up: other writers of this incarnation do nothing but publish."""
@@ -80,7 +81,7 @@ def _read_version(backend: Backend, key: str, run: str) -> Version | Rejected:
     name = keys.parse(key)
     assert name is not None
     try:
-        version = decode(backend.get(key), Version)
+        version = read(backend.get(key), Version)
     except NotFound:
         return Rejected(key, "it is listed and cannot be found")
     except NewerFormat:
@@ -118,11 +119,12 @@ def with_status(status: str, folders: Iterable[str]) -> Callable[[Fulls], Fulls]
     return lambda fulls: tuple(replace(full, status=status) if full.folder in chosen else full for full in fulls)
 
 
-def publish(backend: Backend, run: str, incarnation: int, change: Callable[[Fulls], Fulls]) -> Version:
+def publish(backend: Backend, run: str, incarnation: int, change: Callable[[Fulls], Fulls], *, anew: bool = False) -> Version:
     """Put the next version: what `change` makes of the live checkpoints of the head.
 
     `change` is pure and idempotent: it is applied again to the new head after a lost race, also to one that this very put has won
-    though its answer was lost. If it changes nothing in a head of this incarnation, that head is returned and nothing is written.
+    though its answer was lost. If it changes nothing in a head of this incarnation, that head is returned and nothing is written,
+    unless it is to be `anew`.
     All objects of a checkpoint it adds must be in the store.
 
     Raises:
@@ -136,7 +138,7 @@ def publish(backend: Backend, run: str, incarnation: int, change: Callable[[Full
         fulls = in_order(change(current.fulls))
         _check_manifests(backend, set(fulls) - set(current.fulls))
         last = current.version
-        if last is not None and (last.incarnation, last.fulls) == (incarnation, fulls) and not current.rejected:
+        if last is not None and (last.incarnation, last.fulls) == (incarnation, fulls) and not current.rejected and not anew:
             return last
         previous = NO_LINK if last is None else last.link
         version = seal_version(Version(run, incarnation, _next_number(backend, incarnation, last), fulls, previous, b""))

@@ -6,7 +6,8 @@ and at last which cut a restore would return, given all that was found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from adacheck.check_cut import NewestCut, newest_cut
 from adacheck.check_full import check_contents, check_manifest
 from adacheck.check_nvme import CopyRecords, check_records, check_slots, note_unreferenced
 from adacheck.check_object_tier import TopRecords, check_complete, check_top
-from adacheck.check_records import Consequence, Look, Sample, persistent
+from adacheck.check_records import Consequence, Look, Sample, note_set_aside, persistent
 from adacheck.config import StoreConfig
 from adacheck.errors import AdacheckError, NoCut
 from adacheck.finding import Finding, Kind, Severity, Tier, note
@@ -25,8 +26,8 @@ from adacheck.keeper.cut import ForkEntry
 from adacheck.manifests import keys
 from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Full
-from adacheck.nvme_directory import nvme_path
-from adacheck.sources import gather
+from adacheck.nvme_directory import nvme_path, set_aside
+from adacheck.sources import gather, moment_of
 
 STALE_S = 3600.0
 """An upload untouched for so long belongs to a process that was killed."""
@@ -40,10 +41,11 @@ class Check:
 
     Args:
         objects: the object tier, only read from.
-        stale_uploads: `ObjectStore.stale_uploads` where the tier has it.
+        nvme: the copy on NVMe, where the caller has it open already.
+        now_unix_s: to tell old uploads from those under way.
 
     Attributes:
-        run, newest: known once all findings were taken.
+        run, newest: known once all findings were taken; so are `top`, `copy` and `manifests`, all that was readable.
         objects, read_bytes: how much was looked at.
     """
 
@@ -52,12 +54,17 @@ class Check:
         config: StoreConfig,
         objects: Backend,
         sample: Sample,
-        stale_uploads: Callable[[float], Iterator[str]] = lambda _: iter(()),
+        *,
+        nvme: Backend | None = None,
+        now_unix_s: float | None = None,
     ) -> None:
-        self._config, self._backend, self._sample, self._stale_uploads = config, objects, sample, stale_uploads
+        self._config, self._backend, self._sample, self._nvme = config, objects, sample, nvme
+        self._now_unix_s = time.time() if now_unix_s is None else now_unix_s
         self._bad: set[str] = set()
         self.run: str | None = None
         self.newest: NewestCut | None = None
+        self.top, self.copy = TopRecords(), CopyRecords()
+        self.manifests: dict[str, Full] = {}
         self.objects = self.read_bytes = 0
 
     def findings(self) -> Iterator[Finding]:
@@ -79,11 +86,12 @@ class Check:
             raise NoCut(f"there is no run at {self._config.address}; check the address")
         self.run = top.run
         with ExitStack() as stack:
-            nvme, found = self._open_nvme(top.run)
-            if nvme is not None:
+            nvme, found = (self._nvme, []) if self._nvme is not None else self._open_nvme(top.run)
+            if nvme is not None and self._nvme is None:
                 stack.enter_context(nvme)
             copy, copy_found = self._copy_records(nvme, top)
             top, top_found = self._complete(look, top, copy)
+            self.top, self.copy = top, copy
             yield from (*top_found, *found, *copy_found)
             yield from self._fulls(top)
             yield from self._leftovers(top)
@@ -108,18 +116,19 @@ class Check:
 
     def _complete(self, look: Look, top: TopRecords, copy: CopyRecords) -> tuple[TopRecords, list[Finding]]:
         """The top of the object tier, looked at a second time before anything is called damaged."""
-        check_complete(look, top, copy.incarnations())
+        fence = 0 if copy.fence is None else copy.fence.incarnation
+        check_complete(look, top, copy.incarnations(), fence)
         first = self._taken(look)
         if not first:
             return top, first
         again = self._look()
         top = check_top(again, self._hidden())
-        check_complete(again, top, copy.incarnations())
+        check_complete(again, top, copy.incarnations(), fence)
         return top, persistent(first, again.findings)
 
     # NVMe
 
-    def _open_nvme(self, run: str | None) -> tuple[LmdbBackend | None, list[Finding]]:
+    def _open_nvme(self, run: str | None) -> tuple[Backend | None, list[Finding]]:
         """The copy on this host; else a finding that says why there is none."""
         path = nvme_path(self._config, run or "")
         if path is None or run is None or self._config.nvme is None:
@@ -149,31 +158,36 @@ class Check:
     def _file_finding(kind: Kind, name: Path, expected: str, found: str, consequence: Consequence) -> Finding:
         return Finding(Severity.DAMAGE, kind, Tier.NVME, str(name), expected, found, consequence.lost, consequence.remedy)
 
-    def _copy_records(self, nvme: LmdbBackend | None, top: TopRecords) -> tuple[CopyRecords, list[Finding]]:
+    def _copy_records(self, nvme: Backend | None, top: TopRecords) -> tuple[CopyRecords, list[Finding]]:
         if nvme is None or top.run is None:
             return CopyRecords(), []
         forks = [ForkEntry(fork.incarnation, fork.cut, fork.proven) for fork in top.forks.values()]
         try:
-            with nvme.snapshot() as moment:
+            with moment_of(nvme) as moment:
                 look = self._look(moment)
                 return check_records(look, top.run, forks, top.incarnations), self._taken(look)
         except Damaged as error:
-            return CopyRecords(), [self._file_finding(Kind.UNREADABLE, nvme.path / "data.mdb", "an LMDB file", str(error), _COPY)]
+            return CopyRecords(), [self._unreadable(nvme, error)]
 
-    def _slots(self, nvme: LmdbBackend, copy: CopyRecords) -> list[Finding]:
+    def _unreadable(self, nvme: Backend, error: Damaged) -> Finding:
+        return self._file_finding(Kind.UNREADABLE, Path(nvme.name.removeprefix("lmdb:")) / "data.mdb", "an LMDB file", str(error), _COPY)
+
+    def _slots(self, nvme: Backend, copy: CopyRecords) -> list[Finding]:
         look = self._look(nvme)
+        look.excuse(copy.aside)
         try:
             check_slots(look, copy)
             note_unreferenced(look, copy)
         except Damaged as error:
-            look.findings.append(self._file_finding(Kind.UNREADABLE, nvme.path / "data.mdb", "an LMDB file", str(error), _COPY))
+            look.findings.append(self._unreadable(nvme, error))
         return self._taken(look)
 
     # The object tier
 
     def _fulls(self, top: TopRecords) -> list[Finding]:
         """The listed full checkpoints; what the running trainer has dropped meanwhile is not held against it."""
-        look, manifests = self._look(), dict[str, Full]()
+        look, manifests = self._look(), self.manifests
+        look.excuse(top.aside)
         others = {full.manifest_digest: f"that of {full.folder}" for full in top.fulls}
         for entry in top.fulls:
             manifest = check_manifest(look, entry, top.run, others)
@@ -195,8 +209,14 @@ class Check:
         return found
 
     def _leftovers(self, top: TopRecords) -> Iterator[Finding]:
-        """What nobody names: strange names, folders without a version, uploads that were killed."""
+        """What nobody names: strange names, what was set aside, folders without a version, uploads that were killed."""
+        aside = self._look()
+        note_set_aside(aside, top.strange)
+        yield from aside.findings
+        yield from self._moved_copies(top.run)
         for name in top.strange:
+            if keys.parse_quarantined(name) is not None:
+                continue
             yield note(Kind.ORPHAN, Tier.OBJECT, name, "only names of this project", "another name", "move it away if it is not yours")
         live = {full.folder for full in top.fulls}
         listed = {full.folder for version in top.versions[-1:] for full in version.fulls}
@@ -210,11 +230,19 @@ class Check:
             elif folder not in listed and self._backend.stat(key) is not None:
                 remedy = "nothing: it is being written, or was left by a process that was killed; a later full checkpoint removes it"
                 yield note(Kind.UNLISTED, Tier.OBJECT, folder, "a version that lists it", "none does", remedy)
-        for upload in self._stale_uploads(STALE_S):
-            remedy = "remove it once no process of this run is left"
-            yield note(Kind.STALE_UPLOAD, Tier.OBJECT, upload, "no upload without a writer", f"untouched for {STALE_S:.0f} s", remedy)
+        for upload in self._backend.uploads():
+            if self._now_unix_s - upload.touched_unix_s >= STALE_S:
+                what, remedy = f"untouched for {STALE_S:.0f} s", "nothing; --gc removes it when it is old"
+                yield note(Kind.STALE_UPLOAD, Tier.OBJECT, upload.name, "no upload without a writer", what, remedy)
 
-    def _no_cut(self, top: TopRecords, nvme: LmdbBackend | None) -> list[Finding]:
+    def _moved_copies(self, run: str | None) -> Iterator[Finding]:
+        """Directories of NVMe copies that a start or a repair could not read and moved aside."""
+        path = nvme_path(self._config, run or "")
+        for moved in set_aside(path) if path is not None and run is not None else ():
+            what, remedy = "a copy that could not be read", "nothing; --gc removes it when it is old"
+            yield note(Kind.SET_ASIDE, Tier.NVME, str(moved), "only the copy in use", what, remedy)
+
+    def _no_cut(self, top: TopRecords, nvme: Backend | None) -> list[Finding]:
         """Find the newest cut, through the functions of a restore; having none is a finding, unless nothing was ever written."""
         why = "nothing reaches any step"
         if top.run is None or not top.run_intact:

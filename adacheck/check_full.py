@@ -58,6 +58,9 @@ def check_manifest(look: Look, entry: FullEntry, run: str | None, others: Mappin
         if found != entry.manifest_digest:
             where = others.get(found, f"one of step {manifest.step}, incarnation {manifest.incarnation}, with digest {found.hex()[:16]}")
             return Problem(Fault.SWAPPED, entry.step, f"the manifest with digest {entry.manifest_digest.hex()[:16]}", where)
+        if (manifest.incarnation, manifest.step) != (entry.incarnation, entry.step):
+            what = f"one of step {manifest.step}, incarnation {manifest.incarnation}"
+            return Problem(Fault.SWAPPED, entry.step, f"the manifest of step {entry.step}, incarnation {entry.incarnation}", what)
         untrue = next(unlisted(manifest), None) or next(untiled(manifest.states), None) or unlike_its_tensors(manifest)
         return Problem(Fault.MALFORMED, entry.step, "shards that hold every tensor exactly once", untrue) if untrue else None
 
@@ -165,9 +168,9 @@ def _check_opaque(look: Look, key: str, folder: str, manifests: Manifests, conse
         look.add(Kind.ZERO_LENGTH, key, expected, "an empty object", consequence)
     elif size != wanted or look.sample.has(key):
         content = look.get(key) or b""
-        if _has_items(content, manifest):
+        if holds_items(content, manifest):
             return
-        sibling = next((other for other, held in manifests.items() if other != folder and _has_items(content, held)), None)
+        sibling = next((other for other, held in manifests.items() if other != folder and holds_items(content, held)), None)
         if sibling is not None:
             look.add(Kind.SWAPPED, key, expected, f"the bytes of {keys.opaque(sibling)}", consequence)
         elif size < wanted:
@@ -178,7 +181,8 @@ def _check_opaque(look: Look, key: str, folder: str, manifests: Manifests, conse
             look.add(Kind.BIT_FLIP, key, f"{expected} with their digests", what, consequence)
 
 
-def _has_items(content: bytes, manifest: Full) -> bool:
+def holds_items(content: bytes, manifest: Full) -> bool:
+    """Whether these are the bytes of `opaque.msgpack`: every item of the manifest, and nothing else."""
     try:
         found = msgpack.unpackb(content)
     except (ValueError, msgpack.exceptions.ExtraData, msgpack.exceptions.FormatError, msgpack.exceptions.StackError):

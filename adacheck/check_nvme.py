@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from adacheck.check_history import check_chunks
-from adacheck.check_records import Consequence, Look
-from adacheck.digest import state_digest, tensor_digest
+from adacheck.check_records import Consequence, Look, note_set_aside
 from adacheck.errors import DamagedCut
 from adacheck.finding import Kind, note
 from adacheck.keeper.cut import ForkEntry, is_live
@@ -24,6 +23,8 @@ from adacheck.manifests.encoding import decode
 from adacheck.manifests.record import Base, Chain, Incarnation, Increment, Linked, Segment
 from adacheck.nvme_directory import CHAIN, GENERATION
 from adacheck.planes import unpack
+from adacheck.sense import senseless
+from adacheck.sense_chain import unfounded
 
 _SLOTS = (keys.Kind.INCREMENT_SLOT, keys.Kind.BASE_SLOT, keys.Kind.STAGED_SLOT)
 _AGAIN = "a restart makes a new copy from the newest full checkpoint; until then restore from the object tier"
@@ -39,10 +40,11 @@ class CopyRecords:
         chain: head record, `None` if it is damaged or missing.
         increments, bases, staged: intact records by their key, in order.
         contents: the bytes of those records, by key.
-        names: every key there is.
+        names: every key there is; `aside`: names that objects had before a repair set them aside.
     """
 
     names: list[str] = field(default_factory=list)
+    aside: set[str] = field(default_factory=set)
     chain: Chain | None = None
     fence: Incarnation | None = None
     increments: dict[str, Increment] = field(default_factory=dict)
@@ -65,7 +67,9 @@ class CopyRecords:
 
 def check_records(look: Look, run: str, forks: Collection[ForkEntry], known: Mapping[int, Incarnation]) -> CopyRecords:
     """Check every record of a copy; `look.backend` is a view of one moment. `known`: incarnations of the object tier."""
-    found = CopyRecords(names=list(look.backend.list("")))
+    listed = list(look.backend.list(""))
+    found = CopyRecords([name for name in listed if keys.parse_quarantined(name) is None], note_set_aside(look, listed))
+    look.excuse(found.aside)
     if not any(name.startswith("g") or name == keys.CHAIN for name in found.names):
         return found  # a copy that was opened and not begun
 
@@ -90,8 +94,6 @@ def _wrong_chain(chain: Chain) -> Problem | None:
     if chain.chain != CHAIN or chain.generation < GENERATION:
         what = f"one of chain {chain.chain}, generation {chain.generation}"
         return Problem(Fault.SPLICED, 0, f"the head of chain {CHAIN}, generation {GENERATION} or later", what)
-    if len(chain.base_states) != len(chain.base_steps):
-        return Problem(Fault.MALFORMED, 0, "one step for each base", f"{len(chain.base_states)} states, {len(chain.base_steps)} steps")
     return None
 
 
@@ -138,23 +140,12 @@ def _take_base(
             return Problem(Fault.SPLICED, step, f"a base of chain {chain.chain}, generation {chain.generation} of run {chain.run}", what)
         if (base.spec.state, base.step) != (state, step):
             return Problem(Fault.SWAPPED, step, f"state {state} at step {step}", f"state {base.spec.state} at step {base.step}")
-        if _digest(base) != base.digest:
-            return Problem(Fault.MALFORMED, step, f"segments with the state digest {base.digest.hex()[:16]}", _digest(base).hex()[:16])
         return None
 
     content = look.get(key)
     base = look.record(key, content, Base, misplaced, consequence)
     if base is not None and content is not None:
         into[key], found.contents[key] = base, content
-
-
-def _digest(base: Base) -> bytes:
-    """`state_digest` from the digests of the canonical segments a base lists."""
-    parts: dict[str, list[Segment]] = {tensor.name: [] for tensor in base.spec.tensors}
-    for segment in base.segments:
-        parts.setdefault(segment.tensor, []).append(segment)
-    ordered = [[s.digest for s in sorted(parts[tensor.name], key=lambda s: s.start)] for tensor in base.spec.tensors]
-    return state_digest(base.spec, [tensor_digest(digests) for digests in ordered])
 
 
 def _check_increments(look: Look, found: CopyRecords, chain: Chain, forks: Collection[ForkEntry]) -> None:
@@ -165,7 +156,7 @@ def _check_increments(look: Look, found: CopyRecords, chain: Chain, forks: Colle
     needed = max(chain.base_steps, default=None)
     expect = links.Expect(chain.run, chain.generation, chain.chain, needed)
     bad: set[int] = set()
-    for problem in links.verify(sorted(contents.items()), chain.anchor_step, chain.anchor_link, expect):
+    for problem in links.verify(sorted(contents.items()), chain.anchor_step, chain.anchor_link, expect, senseless):
         bad.add(problem.step)
         lost = f"the cuts of this NVMe copy from step {problem.step} on; those before it are intact"
         look.damage(keys.increment(chain.generation, problem.step), problem, Consequence(lost, _AGAIN))
@@ -179,6 +170,18 @@ def _check_increments(look: Look, found: CopyRecords, chain: Chain, forks: Colle
             expected = "no steps above the cut that a later incarnation started from"
             what = f"an increment of incarnation {increment.incarnation}"
             look.findings.append(note(Kind.NOT_LIVE, look.tier, key, expected, what, "nothing; the next start of the run removes it"))
+    _check_founded(look, found, chain, min(bad, default=None))
+
+
+def _check_founded(look: Look, found: CopyRecords, chain: Chain, first_bad: int | None) -> None:
+    """What increments say of states that are not there, where it is not a missing base or increment that makes it so."""
+    if len(found.bases) == len(chain.base_states):
+        bases = {base.spec.state: base for base in found.bases.values()}
+        increments = {i.step: i for i in found.increments.values() if first_bad is None or i.step < first_bad}
+        for step, reason in unfounded(bases, increments):
+            lost = f"the cuts of this NVMe copy from step {step} on; those before it are intact"
+            problem = Problem(Fault.MALFORMED, step, "states that are there", reason)
+            look.damage(keys.increment(chain.generation, step), problem, Consequence(lost, _AGAIN))
 
 
 def check_slots(look: Look, found: CopyRecords) -> None:

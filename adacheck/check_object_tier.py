@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from adacheck.catalogue import Fulls, live
 from adacheck.check_records import Consequence, Look
-from adacheck.finding import Kind
+from adacheck.finding import Finding, Kind, Severity, Tier
 from adacheck.manifests import keys
 from adacheck.manifests.chain import NO_LINK, Problem, seal_version
 from adacheck.manifests.chain import Kind as Fault
@@ -31,6 +31,9 @@ _FORK = Consequence(
     "every restore while it is damaged; if it is missing, steps that a later incarnation left behind count as live",
     "put the object back from a copy of the object tier before anything is restored",
 )
+_FENCE = Consequence(
+    "a start of the run, which stops where a later one has taken the copy", "run --repair: it writes the newest incarnation there"
+)
 _VERSION = Consequence(
     "its list of full checkpoints; a restore uses the newest version that can be read",
     "put the object back from a copy, or move it away; the next full checkpoint writes a new version",
@@ -44,10 +47,12 @@ class TopRecords:
     Attributes:
         run: the run's name, also where only its incarnations know it; `None` where nobody does. `run_intact`: `run.msgpack` says so.
         names: every key of the tier that is a name of ours, in order; `strange`: the others.
+        aside: names that objects had before a repair set them aside.
     """
 
     names: list[str] = field(default_factory=list)
     strange: list[str] = field(default_factory=list)
+    aside: set[str] = field(default_factory=set)
     run: str | None = None
     run_intact: bool = False
     incarnations: dict[int, Incarnation] = field(default_factory=dict)
@@ -63,9 +68,10 @@ class TopRecords:
 def check_top(look: Look, hidden: str | None) -> TopRecords:
     """Check everything but the full checkpoints. `hidden`: prefix of keys that are not ours (an NVMe directory inside the tier)."""
     found = TopRecords()
-    for key in look.backend.list(""):
-        if hidden is None or not key.startswith(hidden):
-            (found.strange if keys.parse(key) is None else found.names).append(key)
+    listed = [key for key in look.backend.list("") if hidden is None or not key.startswith(hidden)]
+    found.aside = {parsed[1] for key in listed if (parsed := keys.parse_quarantined(key)) is not None}
+    found.names = [key for key in listed if keys.parse(key) is not None]
+    found.strange = [key for key in listed if keys.parse(key) is None]
     if not found.names:
         return found
     found.run = _check_run(look, found)
@@ -150,6 +156,8 @@ def _check_versions(look: Look, found: TopRecords) -> None:
             continue
         first = at == 0 and (version.number == 1 or len(listed) <= VERSIONS_KEPT)
         before = {NO_LINK} if first else trusted
+        if at == 0 and any(key.startswith(keys.VERSIONS_PREFIX) for key in found.aside):
+            before = None  # what it links to may be among them
         if before is not None and version.previous not in before:
             _unlinked(look, found, key, version)
         found.versions.append(version)
@@ -165,13 +173,20 @@ def _unlinked(look: Look, found: TopRecords, key: str, version: Version) -> None
         look.add(Kind.MISSING, absent, f"version {version.number - 1}, to which version {version.number} links", "no object", _VERSION)
 
 
-def check_complete(look: Look, found: TopRecords, elsewhere: Collection[int]) -> None:
-    """Incarnations and forks that must exist because of what else does; `elsewhere`: incarnations that wrote to NVMe."""
+def check_complete(look: Look, found: TopRecords, elsewhere: Collection[int], fence: int = 0) -> None:
+    """Incarnations and forks that must exist because of what else does.
+
+    Args:
+        elsewhere: incarnations that wrote to NVMe. fence: the one that took the copy there, and may not have written yet.
+    """
     parsed = [name for key in found.names if (name := keys.parse(key)) is not None]
     wrote = {name.incarnation for name in parsed if name.kind in (keys.Kind.VERSION, keys.Kind.SHARD, keys.Kind.OPAQUE, keys.Kind.MANIFEST)}
     forked = {name.incarnation for name in parsed if name.kind is keys.Kind.FORK}
     taken = {name.incarnation for name in parsed if name.kind is keys.Kind.INCARNATION}
     newest = max([0, *wrote, *forked, *taken, *elsewhere])
+    if fence > newest:
+        expected, what = f"an incarnation up to {newest}, the newest that was taken", f"incarnation {fence}"
+        look.findings.append(Finding(Severity.DAMAGE, Kind.SWAPPED, Tier.NVME, keys.FENCE, expected, what, _FENCE.lost, _FENCE.remedy))
     if newest > _INCARNATIONS_MAX:
         expected = f"incarnations up to {_INCARNATIONS_MAX}, more than any run has"
         look.add(Kind.MALFORMED, keys.INCARNATIONS_PREFIX, expected, f"a record of incarnation {newest}", _INCARNATION)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import NotFound
-from adacheck.finding import Finding, Kind, Severity, Tier
+from adacheck.finding import Finding, Kind, Severity, Tier, note
+from adacheck.manifests import keys
 from adacheck.manifests.chain import Problem, problem_of
-from adacheck.manifests.encoding import decode
 from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Record
+from adacheck.sense import read
 
 R = TypeVar("R", bound=Record)
+_EXCUSABLE = (keys.Kind.INCREMENT_SLOT, keys.Kind.HISTORY, keys.Kind.HISTORY_COPY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Look:
     Attributes:
         backend: only read from.
         findings: what was found so far.
+        excused: names of what is missed, and is no damage: a repair set it aside, and no cut that is left needs it.
         objects, read_bytes: how much was looked at.
     """
 
@@ -60,6 +63,11 @@ class Look:
     findings: list[Finding] = field(default_factory=list)
     objects: int = 0
     read_bytes: int = 0
+    excused: set[str] = field(default_factory=set)
+
+    def excuse(self, aside: Iterable[str]) -> None:
+        """Do not call damage what was set aside and is of a kind that not every cut needs."""
+        self.excused |= {name for name in aside if (parsed := keys.parse(name)) is not None and parsed.kind in _EXCUSABLE}
 
     def get(self, key: str, byte_range: tuple[int, int] | None = None) -> bytes | None:
         """The bytes of an object, `None` if there is none."""
@@ -81,6 +89,11 @@ class Look:
 
     def add(self, kind: Kind, name: str, expected: str, found: str, consequence: Consequence) -> None:
         """Note damage, in words."""
+        if kind is Kind.MISSING and name in self.excused:
+            self.findings.append(
+                note(Kind.SET_ASIDE, self.tier, name, expected, "a repair set it aside", "nothing: the newest cut does not need it")
+            )
+            return
         self.findings.append(Finding(Severity.DAMAGE, kind, self.tier, name, expected, found, consequence.lost, consequence.remedy))
 
     def record(
@@ -92,7 +105,7 @@ class Look:
             self.add(Kind.MISSING, key, f"a {kind.__name__} record", "no object", consequence)
             return None
         try:
-            record = decode(content, kind)
+            record = read(content, kind)
         except FormatError as error:
             self.damage(key, problem_of(error, 0), consequence)
             return None
@@ -101,6 +114,20 @@ class Look:
             self.damage(key, problem, consequence)
             return None
         return record
+
+
+def note_set_aside(look: Look, names: Iterable[str]) -> set[str]:
+    """Note what repairs put out of the way, once for each repair; gives the names it had."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        parsed = keys.parse_quarantined(name)
+        if parsed is not None:
+            found.setdefault(name.removesuffix(f"/{parsed[1]}"), set()).add(parsed[1])
+    for folder, before in found.items():
+        what = f"{len(before)} objects that a repair could not mend"
+        remedy = f"look at them if you like; --gc removes them when they are old ({keys.QUARANTINE_PREFIX})"
+        look.findings.append(note(Kind.SET_ASIDE, look.tier, folder, "nothing set aside", what, remedy))
+    return set().union(*found.values())
 
 
 def persistent(first: list[Finding], second: list[Finding]) -> list[Finding]:

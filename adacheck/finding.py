@@ -38,6 +38,8 @@ class Kind(StrEnum):
     STALE_UPLOAD = "stale upload"
     NOT_LIVE = "not live"
     """Intact, and cut off by a later incarnation that started from an earlier cut."""
+    SET_ASIDE = "set aside"
+    """What a repair, or a start that could not read it, put out of the way."""
     NO_COPY = "no copy"
     """There is no NVMe copy on this host."""
 

@@ -13,12 +13,13 @@ from math import prod
 
 import torch
 
+from adacheck import sense
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import NotFound
 from adacheck.capture.opaque import decode
 from adacheck.digest import digest
 from adacheck.errors import DamagedCut
-from adacheck.manifests import encoding, keys
+from adacheck.manifests import keys
 from adacheck.manifests.errors import FormatError, NewerFormat
 from adacheck.manifests.record import SEGMENT_BYTES_MAX, Full, FullEntry, Segment, Shard, ShardTensor, StateSpec, TensorSpec
 from adacheck.safetensors_shard import LENGTH_BYTES, Place, header_bytes, places
@@ -63,7 +64,7 @@ def _read_manifest(backend: Backend, entry: FullEntry) -> Full:
     if digest(content) != entry.manifest_digest:
         raise DamagedCut(f"{key} is not the manifest that the version lists: {len(content)} bytes with another digest")
     try:
-        manifest = encoding.decode(content, Full)
+        manifest = sense.read(content, Full)
     except NewerFormat:
         raise
     except FormatError as error:

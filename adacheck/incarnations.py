@@ -16,9 +16,10 @@ from adacheck.backends.errors import NotFound
 from adacheck.errors import ConfigError, DamagedCut, ForeignRun, Superseded
 from adacheck.keeper.cut import ForkEntry, unstarted, void_fork
 from adacheck.manifests import keys
-from adacheck.manifests.encoding import decode, encode
+from adacheck.manifests.encoding import encode
 from adacheck.manifests.errors import FormatError, NewerFormat
 from adacheck.manifests.record import Fork, Incarnation, Record, Run
+from adacheck.sense import read
 
 R = TypeVar("R", bound=Record)
 
@@ -156,7 +157,7 @@ def void_unstarted(backend: Backend, run: str, incarnation: int) -> tuple[Fork, 
 
 def _read(backend: Backend, key: str, kind: type[R]) -> R | None:
     try:
-        return decode(backend.get(key), kind)
+        return read(backend.get(key), kind)
     except NotFound:
         return None
     except NewerFormat:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
+from adacheck.backends.errors import Damaged
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.config import StoreConfig
 from adacheck.errors import ForeignRun
@@ -49,6 +53,34 @@ def check_nvme_run(config: StoreConfig, run: str | None) -> None:
         raise ForeignRun(
             f"the NVMe directory {folder} belongs to run {found[0]}, but {what}; give this run another nvme=DIR, or open its own URI"
         )
+
+
+def open_copy(path: Path, opened: Callable[[Path], LmdbBackend] = LmdbBackend) -> tuple[LmdbBackend, str | None]:
+    """Open a chain's directory for writing. One that cannot be read is moved aside first, and the text that comes back says where.
+
+    Raises:
+        Busy: another process, or this one, writes to it; the message names the pid.
+        BackendError: it cannot be made, or read at all.
+    """
+    try:
+        nvme = opened(path)
+        try:
+            sum(1 for _ in nvme.list(""))  # its keys can be read
+        except Damaged:
+            nvme.close()
+            raise
+        return nvme, None
+    except Damaged as error:
+        aside = next(name for at in count(1) if not (name := path.with_name(f"{path.name}.damaged-{at}")).exists())
+        path.rename(aside)
+        return opened(path), f"{path} cannot be read and was moved to {aside}: {error}"
+
+
+def set_aside(path: Path) -> tuple[Path, ...]:
+    """What `open_copy` moved aside for the chain at `path`, oldest first."""
+    folder, pattern = path.parent, re.compile(rf"{re.escape(path.name)}\.damaged-(\d+)")
+    found = [(int(match[1]), entry) for entry in folder.iterdir() if (match := pattern.fullmatch(entry.name))] if folder.is_dir() else []
+    return tuple(entry for _, entry in sorted(found))
 
 
 def _looks_like_run(name: str) -> bool:

@@ -1,11 +1,9 @@
-"""Opens a store for those who only read: nothing is made, locked or written. Without torch."""
+"""Opens a store for tools and readers: nothing is made or locked, and only a repair may write. Without torch."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import Damaged
@@ -36,26 +34,22 @@ def reading_config(uri: str) -> tuple[StoreConfig, str]:
         return parse(uri, {"nvme": "none"}), OBJECT_TIER_ONLY
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """An object tier that is only read; `stale_uploads` lists what killed uploads left, where the tier can tell."""
-
-    objects: Backend
-    stale_uploads: Callable[[float], Iterator[str]]
-
-
 @contextmanager
-def open_objects(config: StoreConfig) -> Iterator[Reading]:
-    """The object tier at `config.address`, closed at the end.
+def open_objects(config: StoreConfig, *, writing: bool = False) -> Iterator[Backend]:
+    """The object tier at `config.address`, closed at the end; it must exist. `writing`: for a repair.
 
     Raises:
         BackendError: it is not there, does not answer, or refuses.
     """
+    address = config.address.partition("://")[2]
     options = {**config.storage, "read_only": True} if config.scheme == "file" else dict(config.storage)
     retry = Retry()
-    backend = retry(lambda: open_backend(config.scheme, config.address.partition("://")[2], options))
+    if writing and config.scheme == "file":
+        open_backend(config.scheme, address, options).close()  # it is there: only then is it opened to be written
+        options = dict(config.storage)
+    backend = retry(lambda: open_backend(config.scheme, address, options))
     with Retrying(backend, retry) as objects:
-        yield Reading(objects, lambda older_than_s: (u.name for u in objects.uploads() if time.time() - u.begun_unix_s >= older_than_s))
+        yield objects
 
 
 @contextmanager

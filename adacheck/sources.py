@@ -5,7 +5,7 @@ Records only, and without torch: a restore, `steps()` and `adacheck-fsck` ask th
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from adacheck import catalogue
@@ -51,6 +51,11 @@ class Sources:
         return next(full for full in self.fulls if full.folder == offer.source)
 
 
+def moment_of(nvme: Backend) -> AbstractContextManager[Backend]:
+    """A view of NVMe that does not change while it is read."""
+    return nvme.snapshot() if isinstance(nvme, LmdbBackend) else nullcontext(nvme)
+
+
 def gather(run: str, objects: Backend, nvme: Backend | None) -> Sources:
     """Look at every source of a run; reads records only, those on NVMe as they are at one moment.
 
@@ -62,7 +67,7 @@ def gather(run: str, objects: Backend, nvme: Backend | None) -> Sources:
     found: Scan | None = None
     if nvme is not None:
         try:
-            with nvme.snapshot() if isinstance(nvme, LmdbBackend) else nullcontext(nvme) as moment:
+            with moment_of(nvme) as moment:
                 found = scan(moment, run)
         except FormatError as error:
             rejected.append(f"chain record of {nvme.name}: {error}")

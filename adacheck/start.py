@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Container
 from dataclasses import dataclass
-from itertools import count
 from math import prod
 
 from adacheck import incarnations
 from adacheck.backends.base import Backend, Created, Expect
-from adacheck.backends.errors import Busy, Damaged, NotFound
+from adacheck.backends.errors import Busy, NotFound
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.config import StoreConfig
 from adacheck.errors import StoreBusy, Superseded
@@ -32,7 +31,7 @@ from adacheck.manifests import keys
 from adacheck.manifests.encoding import decode, encode
 from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Chain, Fork, Incarnation
-from adacheck.nvme_directory import CHAIN, GENERATION, check_nvme_run, note_trained, nvme_path, trained_here
+from adacheck.nvme_directory import CHAIN, GENERATION, check_nvme_run, note_trained, nvme_path, open_copy, trained_here
 from adacheck.recovery import Cut, Sources, gather, read_newest
 
 _log = logging.getLogger("adacheck")
@@ -92,15 +91,13 @@ def _open_nvme(config: StoreConfig, run: str) -> LmdbBackend | None:
     if path is None:
         return None
     try:
-        return LmdbBackend(path)
+        nvme, aside = open_copy(path, LmdbBackend)
     except Busy as error:
         hint = "; in a notebook, call close() on the earlier checkpointer or restart the kernel" if trained_here(path) is not None else ""
         raise StoreBusy(f"run {run} is being trained on this host already: {error}{hint}") from error
-    except Damaged as error:
-        aside = next(name for at in count(1) if not (name := path.with_name(f"{path.name}.damaged-{at}")).exists())
-        path.rename(aside)
-        _log.warning("rejected: %s cannot be read and was moved to %s: %s", path, aside, error)
-        return LmdbBackend(path)
+    if aside is not None:
+        _log.warning("rejected: %s", aside)
+    return nvme
 
 
 def _fence(nvme: Backend, incarnation: Incarnation) -> None:

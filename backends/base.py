@@ -72,11 +72,17 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A put that has not ended, or whose process was killed: what to give to whoever discards it, its key, and when it began."""
+    """A put that has not ended, or whose process was killed.
+
+    Attributes:
+        name: what `Backend.discard_upload` takes.
+        folder: that its object would be in (`full/i00000003/step-…`), without a `/` at the end.
+        touched_unix_s: when it was last written to, or, where nobody knows that, begun.
+    """
 
     name: str
-    key: str
-    begun_unix_s: float
+    folder: str
+    touched_unix_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from adacheck.backends.base import Backend, Created, Exists, Expect, Item, Parts, Stat, Traits, check_key
-from adacheck.backends.errors import Denied, NotFound
+from adacheck.backends.errors import Damaged, Denied, NotFound
 
 Reading = Callable[[str], AbstractContextManager[None]]
 
@@ -40,7 +40,7 @@ class LmdbSnapshot(Backend):
             found = cursor.set_range(prefix.encode()) if prefix else cursor.first()
             keys = []
             while found and bytes(cursor.key()).startswith(prefix.encode()):
-                keys.append(bytes(cursor.key()).decode())
+                keys.append(text_of(bytes(cursor.key()), self.name))
                 found = cursor.next()
         yield from keys
 
@@ -58,3 +58,15 @@ class LmdbSnapshot(Backend):
 
     def close(self) -> None:
         """Nothing: it ends with the `with` that made it."""
+
+
+def text_of(name: bytes, store: str) -> str:
+    """A key as text.
+
+    Raises:
+        Damaged: it is none, and every key that was ever written is.
+    """
+    try:
+        return name.decode("ascii")
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{store} has a key {name!r} that nobody wrote; restore from another tier and move the directory away") from error

@@ -28,7 +28,7 @@ from adacheck.backends.errors import BackendError, Busy, Damaged, Denied, Full, 
 from adacheck.backends.gate import Gate
 from adacheck.backends.lmdb_directory import DATA_FILE, MAP_BYTES_MIN, free_bytes, lock_directory, map_bytes
 from adacheck.backends.lmdb_pages import check_file, check_header
-from adacheck.backends.lmdb_snapshot import LmdbSnapshot
+from adacheck.backends.lmdb_snapshot import LmdbSnapshot, text_of
 from adacheck.backends.mounts import FilesystemType, filesystem_type, is_network
 from adacheck.backends.os_errors import FULL, translate_os_error
 
@@ -260,7 +260,7 @@ class LmdbBackend(Backend):
                 for name in cursor.iternext(values=False):
                     if len(found) == _PAGE_OF_KEYS or not name.startswith(prefix.encode()):
                         break
-                    found.append(name.decode())
+                    found.append(text_of(name, self.name))
         return tuple(found)
 
     @contextmanager

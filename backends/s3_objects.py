@@ -160,7 +160,7 @@ class S3Objects:
             page = self._call("list uploads", "list_multipart_uploads", Prefix=self._prefix, **marks)
             for upload in page.get("Uploads", ()):
                 key = upload["Key"][len(self._prefix) :]
-                yield Upload(f"{key}#{upload['UploadId']}", key, upload["Initiated"].timestamp())
+                yield Upload(f"{key}#{upload['UploadId']}", key.rpartition("/")[0], upload["Initiated"].timestamp())
             if not page.get("IsTruncated"):
                 return
             marks = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}

@@ -6,7 +6,7 @@ next entry claims, and one fault is one `Problem`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -118,13 +118,20 @@ def problem_of(error: FormatError, step: int) -> Problem:
     return Problem(_KINDS.get(type(error), Kind.MALFORMED), step, "an intact record", str(error))
 
 
-def verify(entries: Iterable[tuple[int, Buffer | None]], anchor_step: int, anchor_link: bytes, expect: Expect) -> Iterator[Problem]:
+def verify(
+    entries: Iterable[tuple[int, Buffer | None]],
+    anchor_step: int,
+    anchor_link: bytes,
+    expect: Expect,
+    senseless: Callable[[Increment], str | None] = lambda _: None,
+) -> Iterator[Problem]:
     """Walk a chain's `Linked` records in the order of their keys and yield every fault.
 
     Args:
         entries: step in the key, and content; `None` for one that was listed but cannot be found.
         anchor_step, anchor_link: the entry before the first kept one (`genesis` and its step at the start of a chain).
         expect: whose chain it is.
+        senseless: why an increment that is where it belongs makes no sense by itself, in words.
     """
     at = anchor_step
     previous: bytes | None = anchor_link if len(anchor_link) == DIGEST_BYTES else None
@@ -150,6 +157,8 @@ def verify(entries: Iterable[tuple[int, Buffer | None]], anchor_step: int, ancho
         problem = _misplaced(increment, step, incarnation, expect) or _unlinked(linked, step, previous)
         if problem:
             yield problem
+        elif (reason := senseless(increment)) is not None:
+            yield Problem(Kind.MALFORMED, step, "an increment that makes sense", reason)
         trusted = problem is None or problem.kind is Kind.BROKEN_LINK
         previous = link(linked.previous, linked.entry) if trusted else None
         incarnation = increment.incarnation if trusted else incarnation

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from adacheck.manifests.errors import OutOfRange
 
@@ -105,6 +106,31 @@ INCARNATIONS_PREFIX, FORKS_PREFIX, VERSIONS_PREFIX, FULL_PREFIX = "incarnations/
 """Object tier: what to list to find all incarnations, forks, versions, and objects of full checkpoints."""
 
 
+QUARANTINE_PREFIX = "quarantine/"
+"""Either tier: begins the names of what a repair set aside."""
+
+_QUARANTINED = re.compile(r"quarantine/([0-9]{12})/(.+)\Z")
+
+
+def quarantined(unix_s: int, key: str) -> str:
+    """Either tier: where a repair at this time puts the object that was called `key`."""
+    if not 0 <= unix_s < 10**12:
+        raise OutOfRange(f"time {unix_s} does not fit the 12 digits it has in a name under {QUARANTINE_PREFIX}")
+    return f"{QUARANTINE_PREFIX}{unix_s:012d}/{key}"
+
+
+def parse_quarantined(name: str) -> tuple[int, str] | None:
+    """When a repair set an object aside, and what it was called before; `None` for a name of another form."""
+    match = _QUARANTINED.match(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def limit(field: str) -> int:
+    """The least number that the names have no room for: of a `generation`, `incarnation`, `step`, `state`, `slot`, `number`, `shard`."""
+    return int(10 ** _WIDTHS[field])
+
+
+@lru_cache(maxsize=1 << 16)
 def parse(key: str) -> Name | None:
     """What the object called `key` is; `None` for a name that this project never writes."""
     for kind, pattern in _PATTERNS.items():

@@ -129,8 +129,8 @@ def test_uploads_of_killed_processes_are_found_and_removed() -> None:
         fs.call_s3("create_multipart_upload", Bucket=BUCKET, Key="killed/full/shard-1")
         fs.call_s3("create_multipart_upload", Bucket=BUCKET, Key="killed-not/full/shard-1")
         (found,) = store.uploads()
-        assert found.key == "full/shard-1" and found.name.startswith("full/shard-1#")
-        assert found.begun_unix_s > 1_700_000_000
+        assert found.folder == "full" and found.name.startswith("full/shard-1#")
+        assert found.touched_unix_s > 1_700_000_000
         store.discard_upload(found.name)
         store.discard_upload(found.name)
         assert list(store.uploads()) == []
@@ -238,7 +238,7 @@ def test_temporaries_of_killed_processes_are_found_and_removed(tmp_path: Path) -
         left.write_bytes(b"half")
         assert list(store.list("")) == ["full/shard"]
         os.utime(left, (1, 1))
-        assert list(store.uploads()) == [Upload("full/~0123456789abcdef.tmp", "full/~0123456789abcdef.tmp", 1.0)]
+        assert list(store.uploads()) == [Upload("full/~0123456789abcdef.tmp", "full", 1.0)]
         with pytest.raises(Denied):
             store.discard_upload("full/shard")
         store.discard_upload("full/~0123456789abcdef.tmp")

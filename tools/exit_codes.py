@@ -13,8 +13,9 @@ from adacheck.backends.errors import BackendError
 from adacheck.errors import AdacheckError, ConfigError, NoCut
 from adacheck.manifests.errors import FormatError
 
-CLEAN, UNCORRECTED, OPERATIONAL, USAGE = 0, 4, 8, 16
-"""Nothing is wrong; damage was found, or nothing can be restored; the tool could not do its work; it was called wrongly."""
+CLEAN, REPAIRED, UNCORRECTED, OPERATIONAL, USAGE = 0, 1, 4, 8, 16
+"""Nothing is wrong; damage was found and all of it repaired; damage is left, or nothing can be restored;
+the tool could not do its work; it was called wrongly."""
 
 _USAGE_OF_TYPER = 2
 

@@ -1,14 +1,19 @@
-"""`adacheck-fsck URI`: checks a store, read-only, also beside a running trainer; works without torch.
+"""`adacheck-fsck URI`: checks a store, read-only, also beside a running trainer; `--repair` repairs it, `--gc` clears it up. No torch.
 
 `--json` prints one object: `version` (1), `uri`, `run`, `clean` (no damage), `newest_cut` (`step`, `source`, `tier`, or null),
 `checked` (`objects`, `read_bytes`, `data`: the share of bytes read, `seed`), and `findings`, each with `severity` (`damage` or
-`note`), `kind`, `tier`, `name`, `expected`, `found`, `lost`, `remedy`. Fields may be added; none changes its meaning in version 1.
+`note`), `kind`, `tier`, `name`, `expected`, `found`, `lost`, `remedy`. With `--repair` also `actions` (`tier`, `name`, `what`) and
+`left`, the findings after it (`clean` and `newest_cut` are then those after it, too). `--gc` prints `version`, `uri`, `removed`
+(`tier`, `name`, `size_bytes`, `what`), `removed_bytes`, and `kept` (`tier`, `name`, `why`). Fields may be added; none changes its
+meaning in version 1.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -16,10 +21,15 @@ import typer
 from rich.console import Console
 
 from adacheck.check import Check
+from adacheck.check_cut import NewestCut
 from adacheck.check_records import Sample
+from adacheck.config import StoreConfig
 from adacheck.finding import Finding, Severity
+from adacheck.garbage import Garbage, Kept, Removed
 from adacheck.reading import open_objects, reading_config
-from adacheck.tools.exit_codes import CLEAN, OPERATIONAL, UNCORRECTED, reported, run
+from adacheck.repair import repair
+from adacheck.repair_case import Action
+from adacheck.tools.exit_codes import CLEAN, OPERATIONAL, REPAIRED, UNCORRECTED, reported, run
 
 JSON_VERSION = 1
 
@@ -55,25 +65,44 @@ def show(console: Console, finding: Finding) -> None:
         console.print(f"    {word:<9}{text}", markup=False, highlight=False)
 
 
-def summary(check: Check, findings: list[Finding]) -> str:
+def age_s(text: str) -> float:
+    """Seconds of an age such as `90m`, `12h` or `7d`.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    match = re.fullmatch(r"(\d+)([smhd])", text)
+    if match is None:
+        raise typer.BadParameter(f"--older-than {text!r} is no age; write 7d, 12h, 90m or 0s")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def summary(run: str | None, newest: NewestCut | None, objects: int, read_bytes: int, findings: list[Finding]) -> str:
     """The last line."""
     damaged = sum(finding.severity is Severity.DAMAGE for finding in findings)
-    newest = f"newest cut: step {check.newest.step} from {check.newest.source}" if check.newest else "no cut can be restored"
+    cut = f"newest cut: step {newest.step} from {newest.source}" if newest else "no cut can be restored"
     what = f"{damaged} damaged, {len(findings) - damaged} notes" if findings else "clean"
-    return f"run {check.run}: {what}; {newest}; {check.objects} objects checked, {check.read_bytes / 1e6:.1f} MB read"
+    return f"run {run}: {what}; {cut}; {objects} objects checked, {read_bytes / 1e6:.1f} MB read"
 
 
-def as_json(uri: str, check: Check, sample: Sample, findings: list[Finding]) -> dict[str, Any]:
+def as_json(
+    uri: str, run: str | None, newest: NewestCut | None, objects: int, read_bytes: int, sample: Sample, findings: list[Finding]
+) -> dict[str, Any]:
     """What `--json` prints."""
     return {
         "version": JSON_VERSION,
         "uri": uri,
-        "run": check.run,
-        "clean": not any(finding.severity is Severity.DAMAGE for finding in findings),
-        "newest_cut": asdict(check.newest) if check.newest else None,
-        "checked": {"objects": check.objects, "read_bytes": check.read_bytes, "data": sample.fraction, "seed": sample.seed},
+        "run": run,
+        "clean": not damaged(findings),
+        "newest_cut": asdict(newest) if newest else None,
+        "checked": {"objects": objects, "read_bytes": read_bytes, "data": sample.fraction, "seed": sample.seed},
         "findings": [asdict(finding) for finding in findings],
     }
+
+
+def damaged(findings: Iterable[Finding]) -> bool:
+    """Whether any of them is damage."""
+    return any(finding.severity is Severity.DAMAGE for finding in findings)
 
 
 @app.command()
@@ -81,28 +110,80 @@ def fsck(
     uri: Annotated[str, typer.Argument(help="The store, as given to Store.open.", show_default=False)],
     read_data: Annotated[bool, typer.Option("--read-data", help="Read and digest every byte.")] = False,
     read_data_subset: Annotated[str | None, typer.Option(help="Read and digest this share of all objects, 10% for a tenth.")] = None,
+    repair_: Annotated[bool, typer.Option("--repair", help="Read every byte, and repair what is damaged.")] = False,
+    gc: Annotated[bool, typer.Option("--gc", help="Instead: remove what nobody refers to.")] = False,
+    older_than: Annotated[str, typer.Option(help="Least age of what --gc removes.")] = "7d",
     as_json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
-    """Check a store without changing it. Ends with 0: clean, 4: damage was found, 8: could not check, 16: wrong call."""
-    sample = sample_of(read_data, read_data_subset)
-    console = Console(soft_wrap=True)
-    findings: list[Finding] = []
+    """Check a store, without changing it unless asked to.
+
+    Ends with 0: clean, 1: all damage repaired, 4: damage is left, 8: could not work, 16: wrong call.
+    """
+    sample, age = sample_of(read_data, read_data_subset), age_s(older_than)
+    if gc and (repair_ or read_data or read_data_subset):
+        raise typer.BadParameter("--gc does nothing else; repair first, then call it by itself")
+    console = Console(soft_wrap=True, quiet=as_json_)
     with reported(nothing=OPERATIONAL):
         parsed, unseen = reading_config(uri)
         if unseen:
             typer.echo(unseen, err=True)
-        with open_objects(parsed) as reading:
-            check = Check(parsed, reading.objects, sample, reading.stale_uploads)
-            for finding in check.findings():
-                findings.append(finding)
-                if not as_json_:
-                    show(console, finding)
-    if as_json_:
-        typer.echo(json.dumps(as_json(uri, check, sample, findings), indent=2))
-    else:
-        console.print(summary(check, findings), markup=False, highlight=False)
-    damaged = any(finding.severity is Severity.DAMAGE for finding in findings)
-    raise typer.Exit(UNCORRECTED if damaged else CLEAN)
+        if gc:
+            code = _collect(parsed, uri, age, console)
+        elif repair_:
+            code = _repair(parsed, uri, sample if read_data_subset else Sample(1.0), console)
+        else:
+            code = _check(parsed, uri, sample, console)
+    raise typer.Exit(code)
+
+
+def _check(parsed: StoreConfig, uri: str, sample: Sample, console: Console) -> int:
+    findings: list[Finding] = []
+    with open_objects(parsed) as objects:
+        check = Check(parsed, objects, sample)
+        for finding in check.findings():
+            findings.append(finding)
+            show(console, finding)
+    seen = (check.run, check.newest, check.objects, check.read_bytes)
+    if console.quiet:
+        typer.echo(json.dumps(as_json(uri, *seen, sample, findings), indent=2))
+    console.print(summary(*seen, findings), markup=False, highlight=False)
+    return UNCORRECTED if damaged(findings) else CLEAN
+
+
+def _repair(parsed: StoreConfig, uri: str, sample: Sample, console: Console) -> int:
+    def say(action: Action) -> None:
+        console.print(f"{action.tier} {action.name}: {action.what}", markup=False, highlight=False)
+
+    with open_objects(parsed, writing=True) as objects:
+        done = repair(parsed, objects, sample, say=say)
+    seen = (done.run, done.newest, done.objects, done.read_bytes)
+    for finding in done.left:
+        show(console, finding)
+    if console.quiet:
+        found = as_json(uri, *seen, sample, done.found)
+        after = {"clean": not done.damage_left, "actions": [asdict(action) for action in done.actions]}
+        typer.echo(json.dumps({**found, **after, "left": [asdict(finding) for finding in done.left]}, indent=2))
+    console.print(summary(*seen, done.left), markup=False, highlight=False)
+    return UNCORRECTED if done.damage_left else REPAIRED if damaged(done.found) or done.actions else CLEAN
+
+
+def _collect(parsed: StoreConfig, uri: str, older_than_s: float, console: Console) -> int:
+    removed: list[Removed] = []
+    kept: list[Kept] = []
+    with open_objects(parsed, writing=True) as objects:
+        for each in Garbage(parsed, objects, older_than_s=older_than_s).collect():
+            if isinstance(each, Removed):
+                removed.append(each)
+                console.print(f"removed {each.tier} {each.name}: {each.what}", markup=False, highlight=False)
+            else:
+                kept.append(each)
+                console.print(f"kept {each.tier} {each.name}: {each.why}", markup=False, highlight=False)
+    removed_bytes = sum(each.size_bytes for each in removed)
+    if console.quiet:
+        said = {"removed": [asdict(each) for each in removed], "removed_bytes": removed_bytes, "kept": [asdict(each) for each in kept]}
+        typer.echo(json.dumps({"version": JSON_VERSION, "uri": uri, **said}, indent=2))
+    console.print(f"{len(removed)} removed, {removed_bytes} bytes; {len(kept)} kept", markup=False, highlight=False)
+    return CLEAN
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def sources_of(store: StoreConfig) -> Iterator[Sources]:
         NoCut: there is no run.
         ForeignRun: the NVMe directory belongs to another run.
     """
-    with open_objects(store) as reading, open_sources(store, reading.objects) as sources:
+    with open_objects(store) as objects, open_sources(store, objects) as sources:
         if sources is None:
             raise NoCut(f"there is no run at {store.address}; check the address")
         yield sources

@@ -135,12 +135,16 @@ class NvmeCopy:
         known = {keys.CHAIN, keys.FENCE, *self.backend.list(keys.HISTORY_PREFIX)}
         known.update(keys.increment(generation, step) for step in self.increments)
         known.update(keys.base(generation, state, stored.step) for state, stored in self.bases.items())
-        self._delete([name for name in self.backend.list("") if name not in known and name.rpartition("/")[0] not in known])
+        self._delete([name for name in self._names() if name not in known and name.rpartition("/")[0] not in known])
+
+    def _names(self) -> list[str]:
+        """All but what a repair set aside."""
+        return [name for name in self.backend.list("") if not name.startswith(keys.QUARANTINE_PREFIX)]
 
     def clear(self, step: int, link: bytes) -> None:
         """Drop all increments and bases, and begin again after `step`, whose link is `link`. The history stays."""
         kept = {keys.CHAIN, keys.FENCE, *self.backend.list(keys.HISTORY_PREFIX)}
-        self._delete([name for name in self.backend.list("") if name not in kept])
+        self._delete([name for name in self._names() if name not in kept])
         self.increments.clear()
         self._put_with_chain((), {}, (step, link), self.chain.certificates)
 

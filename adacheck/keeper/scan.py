@@ -15,8 +15,10 @@ from adacheck.keeper.stored import Stored, slot_count
 from adacheck.manifests import chain as links
 from adacheck.manifests import keys
 from adacheck.manifests.encoding import decode
-from adacheck.manifests.errors import FormatError
+from adacheck.manifests.errors import FormatError, WrongRecord
 from adacheck.manifests.record import Base, Chain, Increment, Linked
+from adacheck.sense import read, senseless
+from adacheck.sense_chain import unfounded
 
 
 @dataclass
@@ -51,19 +53,21 @@ def scan(backend: Backend, run: str) -> Scan | None:
     """Read a copy's records; `None` if there is no chain at all.
 
     Raises:
-        FormatError: the head record itself is damaged or of another kind; there is nothing to go by then.
+        FormatError: the head record itself is damaged, of another kind, or makes no sense; there is nothing to go by then.
     """
     try:
-        chain = decode(backend.get(keys.CHAIN), Chain)
+        chain = read(backend.get(keys.CHAIN), Chain)
     except NotFound:
         return None
+    if chain.run != run:
+        raise WrongRecord(f"the head record of a chain of run {chain.run} where one of run {run} belongs")
     rejected: list[str] = []
     bases = _bases(backend, chain, run, rejected)
-    increments, found_links = _increments(backend, chain, run, rejected)
+    increments, found_links = _increments(backend, chain, run, bases, rejected)
     held = {step: held_of(increment) for step, increment in increments.items()}
     steps = {state: base.step for state, base in bases.items()}
     copy = recovered(chain.incarnation, chain.fence, steps, held, floor=chain.anchor_step)
-    missing = [pair for pair in zip(chain.base_states, chain.base_steps, strict=False) if steps.get(pair[0]) != pair[1]]
+    missing = [pair for pair in zip(chain.base_states, chain.base_steps, strict=True) if steps.get(pair[0]) != pair[1]]
     if missing:
         rejected.extend(f"base of state {state} at step {step}: missing or damaged, so no cut can be read here" for state, step in missing)
         copy = replace(copy, floor=copy.top + 1)
@@ -82,24 +86,27 @@ def held_of(increment: Increment) -> Held:
 
 def _bases(backend: Backend, chain: Chain, run: str, rejected: list[str]) -> dict[int, Base]:
     found: dict[int, Base] = {}
-    for key in backend.list(keys.bases_prefix(chain.generation)):
-        name = keys.parse(key)
-        if name is None or name.kind is not keys.Kind.BASE:
-            continue
+    for state, step in zip(chain.base_states, chain.base_steps, strict=True):
+        key = keys.base(chain.generation, state, step)
         try:
-            base = decode(backend.get(key), Base)
+            base = read(backend.get(key), Base)
+        except NotFound:
+            continue  # the caller says so
         except FormatError as error:
             rejected.append(f"base {key}: {error}")
             continue
-        if (base.run, base.chain, base.spec.state, base.step) != (run, chain.chain, name.state, name.step):
-            rejected.append(f"base {key}: is of run {base.run}, chain {base.chain}, state {base.spec.state}, step {base.step}")
-        elif name.state not in found or found[name.state].step < base.step:
-            found[name.state] = base
+        whose = (base.run, base.generation, base.chain, base.spec.state, base.step)
+        if whose != (run, chain.generation, chain.chain, state, step):
+            rejected.append("base {}: is of run {}, generation {}, chain {}, state {}, step {}".format(key, *whose))
+        else:
+            found[state] = base
     return found
 
 
-def _increments(backend: Backend, chain: Chain, run: str, rejected: list[str]) -> tuple[dict[int, Increment], dict[int, bytes]]:
-    """The longest run of increments from the anchor on that are whole and link up."""
+def _increments(
+    backend: Backend, chain: Chain, run: str, bases: Mapping[int, Base], rejected: list[str]
+) -> tuple[dict[int, Increment], dict[int, bytes]]:
+    """The longest run of increments from the anchor on that are whole, link up, and make sense."""
     contents: Mapping[int, bytes] = {}
     names = [keys.parse(key) for key in backend.list(keys.increments_prefix(chain.generation))]
     contents = {
@@ -108,7 +115,7 @@ def _increments(backend: Backend, chain: Chain, run: str, rejected: list[str]) -
         if name is not None and name.kind is keys.Kind.INCREMENT
     }
     expect = links.Expect(run, chain.generation, chain.chain)
-    problems = list(links.verify(sorted(contents.items()), chain.anchor_step, chain.anchor_link, expect))
+    problems = list(links.verify(sorted(contents.items()), chain.anchor_step, chain.anchor_link, expect, senseless))
     first_bad = min((problem.step for problem in problems), default=None)
     rejected.extend(f"increment {p.step}: {p.kind}: expected {p.expected}, found {p.found}" for p in problems)
     increments: dict[int, Increment] = {}
@@ -118,4 +125,8 @@ def _increments(backend: Backend, chain: Chain, run: str, rejected: list[str]) -
             break
         linked = decode(contents[step], Linked)
         increments[step], found_links[step] = decode(linked.entry, Increment), linked.link
+    for step, reason in unfounded(bases, increments):
+        rejected.append(f"increment {step}: {reason}")
+        sound = [at for at in increments if at < step]
+        return {at: increments[at] for at in sound}, {at: found_links[at] for at in sound}
     return increments, found_links

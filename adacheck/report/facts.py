@@ -81,16 +81,16 @@ def gather_facts(config: StoreConfig) -> Facts:
         ForeignRun: the NVMe directory belongs to another run.
         BackendError: the object tier does not answer.
     """
-    with open_objects(config) as reading:
+    with open_objects(config) as objects:
         facts = Facts("unknown", config.address, time.time())
         try:
-            with open_sources(config, reading.objects) as sources:
+            with open_sources(config, objects) as sources:
                 if sources is None:
                     raise NoCut(f"there is no run at {config.address}; check the address")
                 facts = _records(facts, sources)
         except DamagedCut as error:
             facts = replace(facts, unread=(str(error),))
-        return _checked(facts, Check(config, reading.objects, Sample(), reading.stale_uploads))
+        return _checked(facts, Check(config, objects, Sample()))
 
 
 def _records(facts: Facts, sources: Sources) -> Facts:

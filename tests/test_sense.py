@@ -1,0 +1,171 @@
+"""Records whose digests are right and whose content nobody can have meant: a check and a restore take them the same way.
+
+Hypothesis changes one field of one record of a real store and writes it back as its writer would have: encoded, linked, listed. Then
+neither a check nor a restore may raise what it does not promise, and what the check calls clean is restored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adacheck.check import Check
+from adacheck.check_records import Sample
+from adacheck.digest import digest
+from adacheck.finding import Kind, Severity, Tier
+from adacheck.incarnations import read_run
+from adacheck.manifests import keys
+from adacheck.manifests.chain import append, seal_version
+from adacheck.manifests.encoding import decode, encode
+from adacheck.manifests.record import (
+    Base,
+    Chain,
+    Fork,
+    Full,
+    Incarnation,
+    Increment,
+    Linked,
+    Run,
+    Version,
+)
+from adacheck.recovery import read_newest
+from adacheck.sources import gather
+from tests.flipped_store import Content, Small, loaded
+
+K = keys.Kind
+CLASSES: dict[keys.Kind, type[Any]] = {
+    K.RUN: Run,
+    K.INCARNATION: Incarnation,
+    K.FORK: Fork,
+    K.VERSION: Version,
+    K.MANIFEST: Full,
+    K.CHAIN: Chain,
+    K.FENCE: Incarnation,
+    K.BASE: Base,
+    K.STAGED: Base,
+    K.INCREMENT: Increment,
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    return Small(tmp_path_factory.mktemp("small"))
+
+
+def records(content: Content) -> list[tuple[Tier, str]]:
+    """Every record of the store."""
+    return [(tier, key) for tier, key, _ in content.every() if (name := keys.parse(key)) is not None and name.kind in CLASSES]
+
+
+def record_at(content: Content, tier: Tier, key: str) -> Any:
+    """The record at a key; of a link, the increment in it."""
+    name = keys.parse(key)
+    assert name is not None
+    held = content.of(tier)[key]
+    return decode(decode(held, Linked).entry, Increment) if name.kind is K.INCREMENT else decode(held, CLASSES[name.kind])
+
+
+def written(content: Content, tier: Tier, key: str, record: Any) -> Content:
+    """The store with a record as its writer would have put it: what links to it, or lists it, is right."""
+    if isinstance(record, Increment):
+        return _relinked(content, key, record)
+    if isinstance(record, Version):
+        return _resealed(content, key, lambda _: record)
+    content = content.with_object(tier, key, encode(record))
+    if isinstance(record, Full):
+        folder, right = key.rpartition("/")[0], digest(encode(record))
+
+        def listing(version: Version) -> Version:
+            fulls = [replace(full, manifest_digest=right) if full.folder == folder else full for full in version.fulls]
+            return replace(version, fulls=tuple(fulls))
+
+        for name in [name for name in content.objects if name.startswith(keys.VERSIONS_PREFIX)]:
+            content = _resealed(content, name, listing)
+    return content
+
+
+def _relinked(content: Content, key: str, increment: Increment) -> Content:
+    names = sorted(name for name in content.nvme if (parsed := keys.parse(name)) is not None and parsed.kind is K.INCREMENT)
+    link = decode(content.nvme[key], Linked).previous
+    for name in names[names.index(key) :]:
+        linked = append(increment if name == key else record_at(content, Tier.NVME, name), link)
+        content, link = content.with_object(Tier.NVME, name, encode(linked)), linked.link
+    return content
+
+
+def _resealed(content: Content, key: str, change: Callable[[Version], Version]) -> Content:
+    names = sorted(name for name in content.objects if name.startswith(keys.VERSIONS_PREFIX))
+    link: bytes | None = None
+    for name in names[names.index(key) :]:
+        version = record_at(content, Tier.OBJECT, name)
+        version = change(version) if name == key else replace(version, previous=link)
+        if len(version.previous) == 32:
+            version = seal_version(version)
+        content, link = content.with_object(Tier.OBJECT, name, encode(version)), version.link
+    return content
+
+
+# One change somewhere in a value
+
+INTS = st.sampled_from([-1, 0, 1, 2, 77, 10**6, 10**8, 10**12, 2**31, 2**62 - 1, 2**63 - 1, -(2**63)])
+TEXTS = st.sampled_from(["", "param", "exp_avg", "nonsense", "../../x", "a b", "float32", "float99", "bf16", "raw", "full/x", "ü"])
+BLOBS = st.sampled_from([b"", b"\x80", b"\x81", b"x", bytes(31), bytes(32), bytes(33), b"\x93\x01\x02\x03"])
+FLOATS = st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e300])
+
+
+@st.composite
+def changed(draw: st.DrawFn, value: Any) -> Any:
+    """The value, one thing in it another."""
+    if is_dataclass(value):
+        name = draw(st.sampled_from([field.name for field in fields(value)]))
+        return replace(value, **{name: draw(changed(getattr(value, name)))})  # type: ignore[type-var]
+    if isinstance(value, tuple):
+        if not value:
+            return ()
+        at, how = draw(st.integers(0, len(value) - 1)), draw(st.sampled_from(["change", "drop", "repeat", "swap"]))
+        if how == "change":
+            return (*value[:at], draw(changed(value[at])), *value[at + 1 :])
+        if how == "drop":
+            return (*value[:at], *value[at + 1 :])
+        return (*value[:at], value[at], *value[at:]) if how == "repeat" else tuple(reversed(value))
+    if isinstance(value, bool):
+        return not value
+    near = {int: INTS | st.sampled_from([-1, 1]).map(lambda by: value + by), str: TEXTS, bytes: BLOBS, float: FLOATS}
+    return draw(near[type(value)])
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_what_a_check_calls_clean_is_restored(small: Small, data: st.DataObject) -> None:
+    tier, key = data.draw(st.sampled_from(records(small.content)))
+    record = data.draw(changed(record_at(small.content, tier, key)))
+    agree(small, written(small.content, tier, key, record))
+
+
+def agree(small: Small, content: Content) -> set[tuple[str, Kind]]:
+    """A check and a restore of the same store agree; gives the damage that the check found."""
+    objects, nvme = loaded(content.objects), loaded(content.nvme)
+    check = Check(small.config, objects, Sample(1.0), nvme=nvme)
+    damage = {(finding.name, finding.kind) for finding in check.findings() if finding.severity is Severity.DAMAGE}
+    cut = small.restored(content)
+    if check.newest is not None:
+        assert cut is not None, f"the check promised step {check.newest.step}"
+    if not damage:
+        assert cut is not None and check.newest is not None, "the check called it clean"
+        assert cut.step == check.newest.step or refused(objects, nvme), f"promised was step {check.newest.step}"
+    return damage
+
+
+def refused(objects: Any, nvme: Any) -> bool:
+    """Whether a restore fell past a source because this machine cannot replay the recorded kernel, which no check can know."""
+    run = read_run(objects)
+    assert run is not None
+    sources = gather(run.run, objects, nvme)
+    read_newest(sources)
+    return any("replay" in line for line in sources.rejected)
