@@ -83,7 +83,7 @@ def is_map(content: bytes) -> bool:
 
 
 def bad_whole(spec: StateSpec, segments: Sequence[Segment], digest: bytes, *, may_pack: bool = False) -> Reasons:
-    """The segments are not all bytes of the state, or its digest is not theirs; `may_pack`: they may be packed, and then only the bytes tell."""
+    """The segments are not all bytes of the state, or its digest is not theirs. `may_pack`: if packed, only the bytes tell."""
     problem = next(bad_spec(spec), None)
     if problem is not None:
         yield problem

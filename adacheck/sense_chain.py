@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
 from adacheck.manifests.record import Base, Increment, Segment, StateSpec
+from adacheck.planes import unpacked
 from adacheck.sense_bytes import ITEM_BYTES, bad_segment
 
 
@@ -62,7 +63,7 @@ def _refresh(spec: StateSpec, segments: Iterable[Segment]) -> Iterator[str]:
     for segment in segments:
         what = f"a refresh of {spec.fqn}.{segment.tensor}"
         tensor = tensors.get(segment.tensor)
-        if segment.codec != "raw" or not 0 <= segment.start < segment.stop:
+        if unpacked(segment.codec) != "raw" or not 0 <= segment.start < segment.stop:
             yield f"{what}: {segment.codec!r} bytes of elements {segment.start}:{segment.stop}"
         elif tensor is not None and segment.stop > prod(tensor.shape):
             yield f"{what} to element {segment.stop} of {prod(tensor.shape)}"

@@ -28,6 +28,7 @@ from adacheck.manifests.record import (
     Chain,
     Fork,
     Full,
+    HistoryChunk,
     Incarnation,
     Increment,
     Linked,
@@ -50,6 +51,7 @@ CLASSES: dict[keys.Kind, type[Any]] = {
     K.BASE: Base,
     K.STAGED: Base,
     K.INCREMENT: Increment,
+    K.HISTORY: HistoryChunk,
 }
 
 
