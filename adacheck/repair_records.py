@@ -95,12 +95,20 @@ def rebuild_bases(case: Case) -> None:
             at = _state_at(manifest, name.state)
             if at is None or not chain.anchor_step <= entry.step <= name.step or manifest.generation != chain.generation:
                 continue
+            if _derived_between(case, name.state, entry.step, name.step):
+                continue
             made_of = _base(case, entry.folder, manifest, at, chain, entry.step)
             if made_of is not None:
                 chain = _replace_base(case, case.nvme, chain, key, *made_of)
                 what = f"made anew from {entry.folder}, of step {entry.step}"
                 case.actions.append(Action(Tier.NVME, keys.base(chain.generation, name.state, entry.step), what))
                 break
+
+
+def _derived_between(case: Case, state: int, after: int, to: int) -> bool:
+    """Whether the state is made from another one in these steps, whose base may be of a later one."""
+    increments = [increment for increment in case.check.copy.increments.values() if after < increment.step <= to]
+    return any(one.state == state != one.from_state for increment in increments for one in increment.derived)
 
 
 def _owner(key: str, name: keys.Name) -> str:

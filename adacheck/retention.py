@@ -83,8 +83,8 @@ def _prune_uploads(backend: Backend, run: str, incarnation: int, busy: Collectio
     """End uploads of earlier incarnations, and of this one's checkpoints up to the newest listed: nobody is at work on them."""
     newest_step = max((full.step for full in head(backend, run).fulls), default=0)
     for upload in list(backend.uploads()):
-        name = keys.parse(upload.key)
-        if name is None or upload.key.rpartition("/")[0] in busy or not upload.key.startswith(keys.FULL_PREFIX):
+        name = keys.parse(keys.manifest(upload.folder))
+        if name is None or upload.folder in busy:
             continue
         if name.incarnation < incarnation or (name.incarnation == incarnation and name.step <= newest_step):
             check_newest(backend, incarnation)

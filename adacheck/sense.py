@@ -8,7 +8,7 @@ kernel be replayed here?) is not asked.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain as joined
 from typing import TypeVar
 
@@ -195,8 +195,9 @@ def _increment(increment: Increment) -> Iterator[str]:
         yield from _event(event)
     yield from _gradients(increment)
     yield from bad_states((value.spec.state for value in increment.values), "the list of values")
+    yield from _derived(increment)
     for value in increment.values:
-        yield from _value(value)
+        yield from _value(value, [one.tensor for one in increment.derived if one.state == value.spec.state])
     yield from bad_states((refresh.state for refresh in increment.refreshes), "the list of refreshes")
     yield from bad_states(increment.removed, "the list of removed states")
     yield from bad_items(increment.opaque, in_one_object=False)
@@ -236,9 +237,19 @@ def _gradient(gradient: Gradient, what: str) -> Iterator[str]:
     yield from bad_row(gradient.segments, elements, ITEM_BYTES[gradient.dtype], what)
 
 
-def _value(value: Value) -> Iterator[str]:
+def _derived(increment: Increment) -> Iterator[str]:
+    made = [(one.state, one.tensor) for one in increment.derived]
+    if len(set(made)) != len(made):
+        yield "a tensor is derived twice"
+    for one in increment.derived:
+        yield from out_of_range(state=one.state)
+        if (one.from_state, one.from_tensor) in made:
+            yield f"{one.tensor} of state {one.state} is derived from a tensor that is derived itself"
+
+
+def _value(value: Value, omitted: Collection[str]) -> Iterator[str]:
     if not value.unchanged:
-        yield from bad_whole(value.spec, value.segments, value.digest, may_pack=True)
+        yield from bad_whole(value.spec, value.segments, value.digest, may_pack=True, omitted=omitted)
         return
     yield from bad_spec(value.spec)
     if value.segments or len(value.digest) != DIGEST_BYTES:

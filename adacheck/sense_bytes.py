@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 import msgpack
@@ -82,24 +83,31 @@ def is_map(content: bytes) -> bool:
         return False
 
 
-def bad_whole(spec: StateSpec, segments: Sequence[Segment], digest: bytes, *, may_pack: bool = False) -> Reasons:
-    """The segments are not all bytes of the state, or its digest is not theirs. `may_pack`: if packed, only the bytes tell."""
+def bad_whole(
+    spec: StateSpec, segments: Sequence[Segment], digest: bytes, *, may_pack: bool = False, omitted: Collection[str] = ()
+) -> Reasons:
+    """The segments are not all bytes of the state, or its digest is not theirs. `may_pack`: if packed, only the bytes tell.
+
+    `omitted` tensors are derived from others, and are not among the bytes.
+    """
     problem = next(bad_spec(spec), None)
     if problem is not None:
         yield problem
         return
-    found: dict[str, list[Segment]] = {tensor.name: [] for tensor in spec.tensors}
+    tensors = tuple(tensor for tensor in spec.tensors if tensor.name not in omitted)
+    found: dict[str, list[Segment]] = {tensor.name: [] for tensor in tensors}
     for segment in segments:
         if segment.tensor not in found or (unpacked(segment.codec) if may_pack else segment.codec) != "raw":
             yield f"{segment.codec!r} bytes for {spec.fqn}.{segment.tensor}, where all of it belongs, raw"
             return
         found[segment.tensor].append(segment)
-    for tensor in spec.tensors:
+    for tensor in tensors:
         size = ITEM_BYTES[tensor.dtype]
         yield from bad_row(found[tensor.name], prod(tensor.shape), size, f"{spec.fqn}.{tensor.name}", every=SEGMENT_BYTES_MAX // size)
     if any(segment.codec != "raw" for segment in segments):
         return
-    if state_digest(spec, [tensor_digest([s.digest for s in found[tensor.name]]) for tensor in spec.tensors]) != digest:
+    digests = [tensor_digest([segment.digest for segment in found[tensor.name]]) for tensor in tensors]
+    if state_digest(replace(spec, tensors=tensors), digests) != digest:
         yield f"the digest of {spec.fqn} is not that of its segments"
 
 

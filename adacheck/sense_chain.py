@@ -47,6 +47,7 @@ def _unfounded(increment: Increment, known: Mapping[int, StateSpec], ahead: set[
             yield f"a gradient of state {state}, which does not exist"
         elif elements != prod(known[state].tensors[0].shape):
             yield f"a gradient of {elements} elements for {known[state].fqn}, which has {prod(known[state].tensors[0].shape)}"
+    yield from _underived(increment, {**known, **whole}, ahead)
     for refresh in increment.refreshes:
         spec = whole.get(refresh.state) or known.get(refresh.state)
         if refresh.state in ahead:
@@ -55,6 +56,23 @@ def _unfounded(increment: Increment, known: Mapping[int, StateSpec], ahead: set[
             yield f"a refresh of state {refresh.state}, which does not exist"
             continue
         yield from _refresh(spec, refresh.segments)
+
+
+def _underived(increment: Increment, specs: Mapping[int, StateSpec], ahead: set[int]) -> Iterator[str]:
+    """Casts of what is not there; a tensor that the first replay of a step makes is not known yet."""
+    for one in increment.derived:
+        if one.state in ahead:
+            continue
+        if one.state not in specs or (one.from_state not in specs and one.from_state not in ahead):
+            yield f"state {one.state} is derived from state {one.from_state}, and one of them does not exist"
+            continue
+        into, source = _shape(specs, one.state, one.tensor), _shape(specs, one.from_state, one.from_tensor)
+        if into is not None and source is not None and into != source:
+            yield f"{one.tensor} of state {one.state} is derived from a tensor of another shape"
+
+
+def _shape(specs: Mapping[int, StateSpec], state: int, name: str) -> tuple[int, ...] | None:
+    return next((tensor.shape for tensor in specs[state].tensors if tensor.name == name), None) if state in specs else None
 
 
 def _refresh(spec: StateSpec, segments: Iterable[Segment]) -> Iterator[str]:
