@@ -24,11 +24,17 @@ class Live:
     """A trainer of two groups, and the shadows that a keeper has of it."""
 
     def __init__(
-        self, kind: Any, options: dict[str, Any], dtype: torch.dtype, lr: float | torch.Tensor = 1e-2, shapes: str = "any"
+        self,
+        kind: Any,
+        options: dict[str, Any],
+        dtype: torch.dtype,
+        lr: float | torch.Tensor = 1e-2,
+        shapes: str = "any",
+        large: bool = True,
     ) -> None:
         self.random = torch.Generator().manual_seed(11)
         self.dtype = dtype
-        self.parameters = [torch.nn.Parameter(self._normal(shape)) for shape in SHAPES[shapes]]
+        self.parameters = [torch.nn.Parameter(self._normal(shape)) for shape in (SHAPES[shapes] if large else SHAPES[shapes][:-1])]
         groups = [{"params": self.parameters[::2]}, {"params": self.parameters[1::2], "lr": 0.5 * lr}]
         self.optimizer = kind(groups, lr=lr, **options)
         self.shadows: list[State] = []

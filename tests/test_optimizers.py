@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lion_pytorch
 import pytest
 import torch
 
 from adacheck.keeper.replay import Replayed, Replayer
 from adacheck.kernel import environment, kernel_of, refusal, replayable
 from adacheck.optimizers import BUILT_IN, Declaration, class_name, declaration
+from tests.eight_bit import Adam8bit
 from tests.live_optimizer import Live
 from tests.optimizer_table import KINDS, entries
 from tests.training import Job, logged, opened, payloads, restored_bits
 
 LION = '''
 """A package's optimizer, and its declaration for adacheck."""
+from importlib.metadata import version
+import lion_pytorch
 import torch
 from adacheck.optimizers import Declaration
 
@@ -48,6 +52,15 @@ class Other(Lion):
     """Not declared."""
 
 
+PUBLIC = Declaration(
+    kind=lion_pytorch.Lion,
+    entries=("exp_avg",),
+    attributes=("decoupled_wd", "_init_lr"),
+    elementwise=True,
+    writes_gradients=False,
+    version=version("lion-pytorch"),
+    make=lambda: lion_pytorch.Lion([torch.zeros(1)]),
+)
 DECLARED = Declaration(
     kind=Lion,
     entries=("exp_avg",),
@@ -60,6 +73,8 @@ DECLARED = Declaration(
 '''
 ENTRY_POINTS = """[adacheck.replay]
 lion_package.Lion = lion_package:DECLARED
+lion_pytorch.lion_pytorch.Lion = lion_package:PUBLIC
+tests.eight_bit.Adam8bit = tests.eight_bit:DECLARED
 lion_package.Absent = lion_package:ABSENT
 lion_package.Wrong = lion_package:DECLARED
 lion_package.Number = lion_package:torch
@@ -97,13 +112,21 @@ def iterate(job: Job, n: int) -> None:
 def make(kind: Any, seed: int) -> Job:
     torch.manual_seed(seed)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 17), (65,))])
-    return Job(model, {"optim": kind(model.parameters(), lr=0.01, weight_decay=0.1)}, iterate)
+    return Job(model, {"optim": kind(model.parameters(), lr=0.01)}, iterate)
 
 
-@pytest.mark.parametrize(("name", "payload"), [("Lion", "gradient"), ("Other", "value: optimizer")])
-def test_a_package_declares_its_optimizer(tmp_path: Path, lion: Any, name: str, payload: str) -> None:
-    """Its state, and an attribute that changes, are replayed; its subclass is another class and goes whole."""
-    kind, uri = getattr(lion, name), f"file://{tmp_path / 'run'}"
+KINDS_OF_OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "Lion, with an attribute that changes": (lambda package: package.Lion, "gradient"),
+    "a subclass, which is another class": (lambda package: package.Other, "value: optimizer"),
+    "Lion of a public package": (lambda package: lion_pytorch.Lion, "gradient"),
+    "8-bit Adam": (lambda package: Adam8bit, "gradient"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS_OF_OTHERS)
+def test_a_package_declares_an_optimizer(tmp_path: Path, lion: Any, name: str) -> None:
+    of_package, payload = KINDS_OF_OTHERS[name]
+    kind, uri = of_package(lion), f"file://{tmp_path / 'run'}"
     job = make(kind, 1)
     with opened(uri, job) as ckpt:
         ckpt.restore()
@@ -116,7 +139,7 @@ def test_a_package_declares_its_optimizer(tmp_path: Path, lion: Any, name: str, 
 def test_another_version_of_the_code_is_refused_naming_both(lion: Any) -> None:
     optimizer = make(lion.Lion, 1).optimizer
     kernel = kernel_of(optimizer, optimizer.param_groups[0])
-    assert {"version=1.0", "weight_decay=nonzero", "sharpness=nonzero"} <= set(kernel.flags)
+    assert {"version=1.0", "weight_decay=zero", "sharpness=nonzero"} <= set(kernel.flags)
     assert refusal(kernel, environment()) is None
     lion.DECLARED = Declaration(kind=lion.Lion, version="2.0")
     declaration.cache_clear()
