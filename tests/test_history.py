@@ -126,7 +126,11 @@ def test_every_step_has_a_row_and_steps_done_again_have_two(tmp_path: Path) -> N
     assert second.ckpt.restore(4) == 4
     steps(second, 3)
     second.abandon()
-    assert stored_rows(tmp_path) == [*((1, step) for step in range(1, 7)), *((2, step) for step in range(5, 8))]
+    third = Process(tmp_path)
+    assert third.ckpt.restore() == 7, "from NVMe, which is swept then"
+    steps(third, 1)
+    third.abandon()
+    assert stored_rows(tmp_path) == [*((1, step) for step in range(1, 7)), *((2, step) for step in range(5, 8)), (3, 8)]
 
 
 def test_a_row_says_what_the_status_said(tmp_path: Path) -> None:
@@ -209,6 +213,7 @@ def test_damaged_history_costs_no_cut(tmp_path: Path, way: str) -> None:
     second.abandon()
     assert stored_rows(tmp_path) == [(2, 10), (2, 11)]
     shutil.rmtree(tmp_path / "nvme")
+    assert "newest cut: step 8 from full/" in run_tool(fsck.main, store.uri).out
     third = Process(tmp_path)
     assert third.ckpt.restore() == 8
     third.abandon()
