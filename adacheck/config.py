@@ -228,7 +228,7 @@ def _build(address: str, given: dict[str, Any], storage: Mapping[str, Any]) -> S
     if config.compress not in _COMPRESS:
         raise ConfigError(
             f"compress={config.compress!r} is neither none nor zstd:LEVEL with a level from {ZSTD_LEVELS[0]} to {ZSTD_LEVELS[-1]}; "
-            "zstd:1 is fast, and higher levels gain little on gradients (adacheck-bench shows it)"
+            "zstd:1 is the fastest, and higher levels gain nothing on gradients (adacheck-bench shows it)"
         )
     return config
 

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from adacheck import history
 from adacheck.backends.lmdb_directory import DATA_FILE, free_bytes
 from adacheck.config import StoreConfig
 from adacheck.errors import ConfigError
@@ -132,7 +133,8 @@ def check_disk(folder: Path, state_bytes: int, one_step_bytes: int, log_steps: i
     have = free_bytes(folder) + (file.stat().st_size if file.exists() else 0)
     least = state_bytes + CERTIFYING_STEPS * one_step_bytes
     # A full checkpoint is staged beside the log, and at the beginning every state is in the log as often as its replay is tried.
-    need = 2 * state_bytes + max(round(2.2 * log_steps * one_step_bytes), CERTIFYING_STEPS * (state_bytes + one_step_bytes))
+    steps_bytes = max(round(2.2 * log_steps * one_step_bytes), CERTIFYING_STEPS * (state_bytes + one_step_bytes))
+    need = 2 * state_bytes + steps_bytes + history.BYTES_MAX
     if have < least:
         raise ConfigError(
             f"{folder} has room for {have} bytes, and the log of every step needs {need} ({state_bytes} for all states, "

@@ -13,6 +13,7 @@ import pytest
 from adacheck.config import StoreConfig
 from adacheck.errors import ConfigError
 from adacheck.manifests.record import SEGMENT_BYTES_MAX
+from adacheck.history import BYTES_MAX
 from adacheck.memory_need import DESCRIPTORS, available_bytes, block_count, check_descriptors, check_disk, fit, memory_budget, step_bytes
 from tests.tiny_run import Process
 
@@ -109,7 +110,7 @@ def test_disk_space_is_compared_with_what_the_log_grows_to(
     room = 0
     monkeypatch.setattr("os.statvfs", lambda path: Disk(room, 1, 1 << 40))
     states, step, log_steps = 1000, 100, 32
-    need = 2 * states + round(2.2 * log_steps * step)
+    need = 2 * states + round(2.2 * log_steps * step) + BYTES_MAX
     room = need
     check_disk(tmp_path, states, step, log_steps)
     assert not caplog.records
