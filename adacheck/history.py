@@ -29,7 +29,8 @@ class Row:
 
     Attributes:
         step, unix_s: which, and when.
-        gradient_bytes, value_bytes, derived_bytes, refresh_bytes, opaque_bytes: stored bytes of the increment, by payload.
+        gradient_bytes, value_bytes, refresh_bytes, opaque_bytes: stored bytes of the increment, by payload.
+        derived_tensors: how many tensors took no bytes, since they are derived from others.
         blocked_us: what the step *before* cost the trainer, in microseconds (this one has not ended yet); 0 for the first of a start.
         acked, committed, durable, proven: the watermarks then; -1 for none.
     """
@@ -38,7 +39,7 @@ class Row:
     unix_s: float
     gradient_bytes: int
     value_bytes: int
-    derived_bytes: int
+    derived_tensors: int
     refresh_bytes: int
     opaque_bytes: int
     blocked_us: int

@@ -366,7 +366,7 @@ class HistoryChunk:
     unix_s: tuple[float, ...]
     gradient_bytes: tuple[int, ...]
     value_bytes: tuple[int, ...]
-    derived_bytes: tuple[int, ...]
+    derived_tensors: tuple[int, ...]
     refresh_bytes: tuple[int, ...]
     opaque_bytes: tuple[int, ...]
     blocked_us: tuple[int, ...]

@@ -24,9 +24,11 @@ from adacheck.finding import Kind, Tier
 from adacheck.manifests.chain import segments
 from adacheck.manifests.record import SEGMENT_BYTES_MAX, Base, Segment, StateSpec
 from adacheck.planes import WIDTHS, Packer, packed, unpack, unpacked
+from adacheck.report.facts import gather_facts
 from adacheck.tools import fsck
 from tests.faults import Faulty
-from tests.survival import OPTIONS
+from tests.survival import OPTIONS, Make, survives
+from tests.test_derived import Own, copy_seen, each, with_masters
 from tests.test_outage import Switch, steps
 from tests.tiny_run import Process, differing, reference
 from tests.tool_run import run_tool
@@ -271,3 +273,29 @@ def test_fsck_names_a_frame_that_has_its_digest_and_cannot_be_unpacked() -> None
         check_slots(look, CopyRecords(names=["base", "base/000003"], bases={"base": base}, contents={"base": b"record"}))
     assert [(finding.kind, finding.name) for finding in look.findings] == [(Kind.MALFORMED, "base/000003")]
     assert "its frame says 1048576 bytes, the record 4096" in look.findings[0].found
+
+
+def wide_own(seed: int) -> Job:
+    """bf16 parameters whose masters are in their states: values that leave the parameters out."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(96, 64).bfloat16()
+
+    def random(job: Job, n: int) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        job.optimizer.step()
+
+    return Job(model, {"optim": Own(model.parameters())}, random)
+
+
+@pytest.mark.parametrize("make", [wide_own, with_masters(each(copy_seen))], ids=["in its state", "elsewhere"])
+def test_values_without_their_derived_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make: Make
+) -> None:
+    """The digest of a value that leaves tensors out is of raw bytes too."""
+    monkeypatch.setitem(OPTIONS, "compress", "zstd:1")
+    found = survives(tmp_path, make, caplog)
+    assert any("+zstd" in s.codec for increment in found.increments.values() for s in segments(increment))
+    derived = {step: len(increment.derived) for step, increment in found.increments.items()}
+    rows = {step.row.step: step.row.derived_tensors for step in gather_facts(parse(f"file://{tmp_path}", {})).live}
+    assert max(derived.values()) >= 2 and {step: rows[step] for step in derived} == derived

@@ -12,8 +12,8 @@ import pytest
 
 from adacheck.config import StoreConfig
 from adacheck.errors import ConfigError
-from adacheck.manifests.record import SEGMENT_BYTES_MAX
 from adacheck.history import BYTES_MAX
+from adacheck.manifests.record import SEGMENT_BYTES_MAX
 from adacheck.memory_need import DESCRIPTORS, available_bytes, block_count, check_descriptors, check_disk, fit, memory_budget, step_bytes
 from tests.tiny_run import Process
 

@@ -155,6 +155,7 @@ def test_the_page_says_what_the_store_holds(facts: Facts) -> None:
     blocked = sorted(step.blocked_ms for step in facts.live if step.blocked_ms is not None)
     assert said["training blocked by a step, ms"][0].startswith(f"median {number((blocked[2] + blocked[3]) / 2)}, P99")
     last = facts.live[-1].row
+    assert said["tensors not sent, derived from others"] == ["0 at step 7"]
     marks = f"acked {last.acked}, committed {last.committed}, durable {last.durable}, proven {last.proven if last.proven >= 0 else 'none'}"
     assert said["when step 7 was logged"] == [marks]
 

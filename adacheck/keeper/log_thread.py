@@ -110,7 +110,7 @@ class LogThread:
             time.time(),
             gradient_bytes=stored["gradient"],
             value_bytes=stored["value"],
-            derived_bytes=stored.get("derived", 0),
+            derived_tensors=len(increment.derived),
             refresh_bytes=stored["refresh"],
             opaque_bytes=stored["opaque"],
             blocked_us=draft.blocked_us,

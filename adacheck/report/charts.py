@@ -12,8 +12,8 @@ from adacheck.manifests.record import FullEntry
 from adacheck.report.facts import Facts, LoggedStep
 from adacheck.report.svg import Chart, Marker, Point, Series
 
-PAYLOADS = ("gradient", "value", "derived", "refresh", "opaque")
-_COLOURS = dict(zip(PAYLOADS, ("#4c78a8", "#f58518", "#72b7b2", "#9d9da3", "#b279a2"), strict=True))
+PAYLOADS = ("gradient", "value", "refresh", "opaque")
+_COLOURS = dict(zip(PAYLOADS, ("#4c78a8", "#f58518", "#9d9da3", "#b279a2"), strict=True))
 _STATUS = {"proven": ("#2a9d4a", True), "pending": ("#8a6d00", False), "inexact": ("#c92a2a", True)}
 _UNKNOWN_STATUS = ("#555555", False)
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))

@@ -80,6 +80,7 @@ def summary(facts: Facts) -> list[tuple[str, str]]:
     for payload in PAYLOADS:
         stored = [payload_bytes(step.row)[payload] for step in live]
         found.append((f"of it {payload}, {unit}", f"mean {number(mean(stored) / size)}"))
+    found.append(("tensors not sent, derived from others", f"{live[-1].row.derived_tensors} at step {live[-1].row.step}"))
     blocked = sorted(step.blocked_ms for step in live if step.blocked_ms is not None)
     if blocked:
         p99 = blocked[min(len(blocked) - 1, round(0.99 * (len(blocked) - 1)))]
