@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 # Before torch is imported anywhere: two cores, many processes, and bits that must not depend on the machine's core count.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -13,3 +18,10 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("repeat", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, max_examples=1_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+
+
+@pytest.fixture
+def fast() -> Iterator[Path]:
+    """A directory in memory where there is one: what is synced is decided by the simulation, not by this disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as path:
+        yield Path(path)

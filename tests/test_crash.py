@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +19,6 @@ STEPS = 13
 @pytest.fixture(scope="module")
 def expected() -> list[Snapshot]:
     return reference(STEPS + 12)
-
-
-@pytest.fixture
-def fast() -> Iterator[Path]:
-    """A directory in memory where there is one: what is synced is decided by the simulation, not by this disk."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as path:
-        yield Path(path)
 
 
 def record(recorder: Recorder, patch: pytest.MonkeyPatch, steps: int, *, drain: bool, step: int | None = None) -> int:

@@ -10,16 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import adacheck
 from adacheck.backends.lmdb_store import LmdbBackend
+from adacheck.backends.object_store import ObjectStore
 from adacheck.cast import CHUNK_ELEMENTS, FIRST_ELEMENTS, cast_into, is_cast
+from adacheck.config import parse
 from adacheck.keeper.certify import EQUAL_STEPS
 from adacheck.nvme_reader import NvmeReader
 from adacheck.same import same_bytes
 from adacheck.tools import fsck, restore
+from tests.crash_images import Recorder
 from tests.survival import LAST, Make, adamw, mlp, survives, travelled
 from tests.test_drift import first_found
 from tests.tool_run import run_tool
-from tests.training import Job, logged, names, nvme_folder, opened, restored_bits
+from tests.training import Job, kill, logged, names, nvme_folder, opened, restored_bits
 
 PROVEN = EQUAL_STEPS + 2
 """From this step on, at the latest, a rule is used by a job that lets the keeper settle."""
@@ -262,6 +266,40 @@ def test_a_restarted_run_finds_the_rule_again(tmp_path: Path) -> None:
         found = logged(tmp_path)
         how.update(zip(sorted(found.increments), travelled(found, "0.weight"), strict=True))
     assert how[8] == how[16] == "derived" and how[9].startswith("value")
+
+
+def test_a_crash_at_any_transaction_loses_nothing_durable(fast: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bases of masters are written one after the other, and of steps at which the weights had been derived before."""
+
+    def write(job: Job, n: int) -> None:
+        if n % 5 < 4:
+            each(copy_unseen)(job, n)
+
+    make, expected = with_masters(write), list[dict[str, str]]()
+    reference = make(1)
+    for n in range(15):
+        expected.append(reference.bits())
+        reference.train(None, n, n + 1)
+    recorder, job = Recorder(fast / "run", fast / "images"), make(1)
+    monkeypatch.setattr("adacheck.keeper.nvme.BATCH_BYTES", 1)  # each base is a transaction of its own
+    with monkeypatch.context() as patched:
+        patched.setattr("adacheck.start.LmdbBackend", recorder.open_nvme)
+        objects = ObjectStore(f"file://{recorder.root}/objects", files=recorder.files)
+        options = {"nvme": str(recorder.root / "nvme"), "log_steps": 4, "full_every": 1000}
+        ckpt = job.attach(adacheck.Store(parse(f"file://{recorder.root}/objects", options), objects))
+        recorder.durable = lambda: ckpt.status().durable
+        ckpt.restore()
+        job.train(ckpt, 0, 14, settle=True)
+        recorder.take("the end")
+        kill(ckpt)
+    restored = set()
+    for image in recorder.images:
+        job = make(99)
+        with opened(f"file://{image.path}/objects", job, nvme=str(image.path / "nvme")) as ckpt:
+            step = ckpt.restore()
+            assert step >= image.durable and (step == 0 or job.bits() == expected[step]), f"crash {image.path.name}"
+            restored.add(step)
+    assert restored >= set(range(PROVEN, 15))
 
 
 def test_tools_read_such_a_store(tmp_path: Path) -> None:

@@ -133,10 +133,10 @@ class Capture:
     def _derive(self, done: _Step, drifted: frozenset[int]) -> tuple[Derived, ...]:
         """What need not be sent, since it equals a cast; not of states that must go whole, or that go as gradients."""
         verdicts, states = self._verdicts(), self.inventory.states
+        if not (rules := verdicts.derivations.rules):
+            return ()
         stepped = done.certifying | {gradient.state for gradient in done.gradients}
-        return derived_now(
-            verdicts.derivations.rules, states, self._sent, stepped | drifted | verdicts.unsteady | (states.keys() - self.known)
-        )
+        return derived_now(rules, states, self._sent, stepped | drifted | verdicts.unsteady | (states.keys() - self.known))
 
     def _reasons(self, done: _Step, moved: frozenset[int], drifted: frozenset[int], derived: frozenset[int]) -> dict[int, str]:
         """Which states go whole in this cut, and why; the first reason in order of weight is the one told."""

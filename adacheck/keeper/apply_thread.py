@@ -111,11 +111,10 @@ class ApplyThread:
         """Compare what was shipped whole with what it may be a cast of; the shadow is at the increment's step."""
         shadow, known = self._shared.chain.shadow, certifier.derivations
         shipped = {tensor: found for tensor, found in derive.shipped(increment).items() if tensor[0] not in certifier.unsteady}
+        specs = {number: state.spec for number, state in shadow.items()} if shipped else {}
         equal = {
             (state, name): [s for s in sources if is_cast(shadow[state].tensors[name], shadow[s[0]].tensors[s[1]])]
-            for (state, name), sources in derive.to_compare(
-                known, increment.step, shipped, {number: state.spec for number, state in shadow.items()}
-            ).items()
+            for (state, name), sources in derive.to_compare(known, increment.step, shipped, specs).items()
         }
         known = derive.observe(known, increment.step, shipped, equal, increment.derived)
         return replace(certifier, derivations=derive.forget(known, increment.removed) if increment.removed else known)
