@@ -12,6 +12,7 @@ import lion_pytorch
 import pytest
 import torch
 
+from adacheck.errors import ReplayRefused
 from adacheck.keeper.replay import Replayed, Replayer
 from adacheck.kernel import environment, kernel_of, refusal, replayable
 from adacheck.optimizers import BUILT_IN, Declaration, class_name, declaration
@@ -48,6 +49,24 @@ class Lion(torch.optim.Optimizer):
                 state["exp_avg"].lerp_(p.grad, 1 - second)
 
 
+class Nested(torch.optim.Optimizer):
+    """Keeps its last gradients in a list, and writes into it."""
+
+    def __init__(self, params, lr=1e-4):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            last = self.state[p].setdefault("last", [torch.zeros_like(p), None, 0])
+            last[0].mul_(0.5).add_(p.grad)
+            last[1], last[2] = {"norm": p.grad.norm()}, last[2] + 1
+            p.sub_(last[0], alpha=self.param_groups[0]["lr"] / last[2])
+
+
+NESTED = Declaration(kind=Nested, entries=("last",))
+
+
 class Other(Lion):
     """Not declared."""
 
@@ -73,6 +92,7 @@ DECLARED = Declaration(
 '''
 ENTRY_POINTS = """[adacheck.replay]
 lion_package.Lion = lion_package:DECLARED
+lion_package.Nested = lion_package:NESTED
 lion_pytorch.lion_pytorch.Lion = lion_package:PUBLIC
 tests.eight_bit.Adam8bit = tests.eight_bit:DECLARED
 lion_package.Absent = lion_package:ABSENT
@@ -119,6 +139,7 @@ KINDS_OF_OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "Lion, with an attribute that changes": (lambda package: package.Lion, "gradient"),
     "a subclass, which is another class": (lambda package: package.Other, "value: optimizer"),
     "Lion of a public package": (lambda package: lion_pytorch.Lion, "gradient"),
+    "state in a list": (lambda package: package.Nested, "gradient"),
     "8-bit Adam": (lambda package: Adam8bit, "gradient"),
 }
 
@@ -170,9 +191,13 @@ def test_a_settings_difference_is_refused_naming_both() -> None:
     optimizer = torch.optim.Muon([torch.nn.Parameter(torch.ones(3, 2))])
     kernel = kernel_of(optimizer, optimizer.param_groups[0])
     assert refusal(kernel, environment()) is None
+    replayer = Replayer()
+    replayer.apply(kernel, [])
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
+        with pytest.raises(ReplayRefused, match="matmul_precision"):
+            replayer.apply(kernel, [])
         assert f"matmul_precision={before}, and here is matmul_precision=medium" in (refusal(kernel, environment()) or "")
     finally:
         torch.set_float32_matmul_precision(before)

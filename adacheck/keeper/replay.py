@@ -50,7 +50,7 @@ class Replayer:
 
     def __init__(self) -> None:
         self._optimizers: dict[str, tuple[Optimizer, Callable[[Optimizer], object]]] = {}
-        self._accepted: set[Kernel] = set()  # kernels that this process can run; its build and capability do not change
+        self._accepted: set[Kernel] = set()  # kernels that this process can run whatever its settings, which alone may change
 
     def apply(self, event_kernel: Kernel, batch: Sequence[Replayed]) -> None:
         """Step every state of `batch` once; each has one gradient. How an event's states are batched does not change any bit.
@@ -69,7 +69,9 @@ class Replayer:
         reason = refusal(kernel, environment())
         if reason is not None:
             raise ReplayRefused(f"gradients cannot be replayed here: {reason}; restore on a machine and build like the recorded one")
-        self._accepted.add(kernel)
+        known = declaration(kernel.optimizer_class)
+        if isinstance(known, Declaration) and not known.settings:
+            self._accepted.add(kernel)
 
     def _step(self, kernel: Kernel, threads: int, groups: Sequence[_Group]) -> None:
         optimizer, step = self._optimizer(kernel.optimizer_class)
@@ -145,8 +147,8 @@ class GradientMemory:
 def replay_threads(recorded: Kernel, implementation: str, parameter: torch.dtype) -> int:
     """Threads to replay with: one where any number gives the same bits (measured: `tests/test_replay.py`), else as recorded.
 
-    Loop and foreach kernels below fp32 round differently in the last vector of each thread's part, and sums and products over a
-    tensor are cut by threads: there the count matters.
+    Loop and foreach kernels below fp32 round differently in the last vector of each thread's part, so there the count matters; sums
+    and products over a whole tensor may be cut by threads.
     """
     known = declaration(recorded.optimizer_class)
     elementwise = isinstance(known, Declaration) and known.elementwise
