@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from adacheck.errors import StateMismatch, UnsupportedTensor
+from adacheck.errors import NotDurable, StateMismatch, UnsupportedTensor
 from adacheck.store import Store
-from tests.survival import LAST, OPTIONS, adamw, backward, mlp, plain, survives, travelled
+from tests.survival import LAST, adamw, backward, job_of, mlp, plain, survives, travelled
 from tests.training import Job, opened, restored_bits
 
 DTYPES = [
@@ -299,6 +299,47 @@ def test_an_optimizer_entry_is_refused_by_name(tmp_path: Path) -> None:
         store.attach(model, optimizer)
 
 
+def test_a_buffer_that_becomes_sparse_in_mid_run_is_named(tmp_path: Path) -> None:
+    def changing(job: Job, n: int) -> None:
+        plain(job, n)
+        if n == 5:
+            job.model.register_buffer("late", torch.eye(3).to_sparse())
+
+    job = job_of(changing)(1)
+    with opened(f"file://{tmp_path}", job) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, 4, settle=True)
+        live = job.bits()
+        with pytest.raises(UnsupportedTensor, match=r"^late is a torch.sparse_coo tensor"):
+            job.train(ckpt, 4, 5)
+    assert restored_bits(f"file://{tmp_path}", job_of(changing), 4) == live
+
+
+class Sparsifying(torch.optim.SGD):
+    """Keeps a mask that no checkpoint can hold, from its fifth step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        parameter = self.param_groups[0]["params"][0]
+        calls = self.state[parameter]["calls"] = self.state[parameter].get("calls", 0) + 1
+        if calls >= 5:
+            self.state[parameter]["mask"] = torch.eye(3).to_sparse()
+        return loss
+
+
+def test_an_optimizer_entry_that_becomes_sparse_stops_checkpoints_and_not_the_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp(1)
+    job = Job(model, {"optim": Sparsifying(model.parameters(), lr=0.1)}, plain)
+    with opened(f"file://{tmp_path}", job) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, 7)
+        with pytest.raises(NotDurable, match=r"optimizer entry 'mask' of 0.weight is a torch.sparse_coo tensor"):
+            ckpt.close()
+    assert "checkpoints have stopped, training goes on" in caplog.text
+
+
 def test_lazy_modules_after_their_first_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def make(seed: int) -> Job:
         torch.manual_seed(seed)
@@ -382,6 +423,3 @@ def test_rows_of_an_expanded_gradient(tmp_path: Path, caplog: pytest.LogCaptureF
         return Job(model, {"optim": adamw(model.parameters(), fused=False, foreach=False)}, expanding)
 
     survives(tmp_path, make, caplog)
-
-
-assert OPTIONS

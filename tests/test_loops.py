@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adacheck.errors import StateMismatch
-from tests.survival import LAST, OPTIONS, adamw, backward, job_of, mlp, plain, survives, travelled
+from tests.survival import LAST, MORE, OPTIONS, adamw, backward, job_of, mlp, plain, survives, travelled
 from tests.training import Job, logged, opened, restored_bits
 
 # Closures
@@ -204,6 +204,28 @@ def test_zero_is_not_none(tmp_path: Path, caplog: pytest.LogCaptureFixture, to_n
 
     found = survives(tmp_path, make, caplog)
     assert set(travelled(found, "rare.weight")) == {"gradient"}
+
+
+def test_gradients_that_nobody_zeroes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What was stepped is still there, and the next gradient is added to it: also after a restore, and one right after that."""
+
+    def adding(job: Job, n: int) -> None:
+        backward(job.model)
+        job.optimizer.step()
+
+    make = job_of(adding)
+    survives(tmp_path / "once", make, caplog)
+    reference = make(1)
+    reference.train(None, 0, LAST + 1 + MORE)
+    expected = reference.bits()
+    job, start = make(1), 0
+    for last in (LAST, LAST + 1, LAST + 1 + MORE):
+        with opened(f"file://{tmp_path}/twice", job, **OPTIONS) as ckpt:
+            assert ckpt.restore() == start
+            job.train(ckpt, start, last, settle=True)
+            live = job.bits()
+        job, start = make(last), last
+    assert live == expected
 
 
 def test_gradients_that_the_other_optimizers_backward_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

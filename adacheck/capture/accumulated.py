@@ -1,14 +1,15 @@
 """Gradients that `ckpt.step()` finds on the parameters: those that the next optimizer step will still use belong to the cut.
 
-In mid-accumulation that is their sum so far. A gradient that `zero_grad(set_to_none=False)` keeps is zero then, which is not the same as
-none. One that was stepped is spent, and most scripts drop it before the next backward pass: it is not kept. The mark that tells these
-apart is an attribute of the gradient itself, so it goes with it.
+In mid-accumulation that is their sum so far. One that an optimizer has used is spent, and most scripts drop it before the next backward
+pass: it is not kept. Where it is kept, by `zero_grad(set_to_none=False)`, it comes back as zeros, which is not the same as none; and where
+nothing zeroes it, so that the next one is added to it, it comes back as it is. What a script does shows in its first three iterations.
+The mark that tells all this apart is an attribute of the gradient itself, so it goes with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,31 +17,49 @@ from adacheck.capture.inventory import LiveState
 from adacheck.capture.watch import version
 
 _MARK = "_adacheck_spent"
-_SPARSE = "sparse_coo"
+
+
+class _Mark(NamedTuple):
+    """Put on a gradient when an optimizer has used it.
+
+    Attributes:
+        version: its version counter then.
+        outlived: it had a mark already, so whoever drops gradients did not drop this one.
+        zeroed: whether it is zeroed before the next backward pass; `None` as long as that was not seen.
+    """
+
+    version: int
+    outlived: bool
+    zeroed: bool | None = None
 
 
 def spend(states: Iterable[LiveState]) -> None:
     """Note that an optimizer has just used the gradients of these states."""
     for live in states:
         gradient = live.parameter.grad
-        if gradient is not None:
-            outlived = _MARK in vars(gradient)
-            setattr(gradient, _MARK, (version(gradient), outlived))
+        if gradient is None:
+            continue
+        before: _Mark | None = vars(gradient).get(_MARK)
+        if before is None:
+            setattr(gradient, _MARK, _Mark(version(gradient), outlived=False))
+        else:
+            setattr(gradient, _MARK, _Mark(version(gradient), outlived=True, zeroed=before.zeroed))
+            if not before.outlived and live.parameter.requires_grad:
+                _look_before_the_next_backward(live.parameter)
 
 
 def unspent(states: Iterable[LiveState]) -> dict[str, Any]:
-    """What of the present gradients a restore must put back, by name of the parameter: `None` stands for zeros."""
+    """What of the present gradients a restore must put back, by name of the parameter, for `put_back`."""
     found: dict[str, Any] = {}
     for live in states:
         gradient = live.parameter.grad
         if gradient is None:
             continue
-        at, outlived = vars(gradient).get(_MARK, (None, False))
-        if at == version(gradient):
-            if outlived:
-                found[live.fqn] = None  # whoever kept it zeroes it before it is used
-        else:
-            found[live.fqn] = _content(gradient)
+        mark: _Mark | None = vars(gradient).get(_MARK)
+        if mark is None or mark.version != version(gradient):
+            found[live.fqn] = {"spent": False, "gradient": _content(gradient)}
+        elif mark.outlived:
+            found[live.fqn] = {"spent": True, "gradient": None if mark.zeroed else _content(gradient)}
     return found
 
 
@@ -51,31 +70,45 @@ def waiting(states: Iterable[LiveState]) -> bool:
 
 
 def put_back(states: Iterable[LiveState], gradients: Mapping[str, Any]) -> None:
-    """Give every parameter the gradient that `unspent` said, or none."""
+    """Give every parameter the gradient that `unspent` told of, or none."""
     for live in states:
-        parameter = live.parameter
-        if live.fqn not in gradients:
-            parameter.grad = None
-            continue
-        content = gradients[live.fqn]
-        if isinstance(content, tuple):
-            _, indices, values, shape, coalesced = content
-            made = torch.sparse_coo_tensor(indices, values, shape, device=parameter.device, is_coalesced=coalesced, check_invariants=True)
-            parameter.grad = made
-            continue
-        dtype = parameter.dtype if content is None else content.dtype
-        gradient = torch.zeros_like(parameter.detach(), dtype=dtype)
-        if content is None:
-            setattr(gradient, _MARK, (version(gradient), True))
-        else:
-            gradient.copy_(content)
-        parameter.grad = gradient
+        saved = gradients.get(live.fqn)
+        live.parameter.grad = None if saved is None else _made(live.parameter.detach(), saved["gradient"])
+        if saved is not None and saved["spent"]:
+            gradient = live.parameter.grad
+            assert gradient is not None, "it was just made"
+            setattr(gradient, _MARK, _Mark(version(gradient), outlived=True, zeroed=saved["gradient"] is None or None))
+            if saved["gradient"] is not None and live.parameter.requires_grad:
+                _look_before_the_next_backward(live.parameter)
+
+
+def _look_before_the_next_backward(parameter: torch.Tensor) -> None:
+    """Learn, when its next gradient arrives, whether somebody zeroed the spent one."""
+
+    def look(_: torch.Tensor) -> None:
+        handle.remove()
+        gradient = parameter.grad
+        mark: _Mark | None = None if gradient is None else vars(gradient).get(_MARK)
+        if gradient is not None and mark is not None:
+            setattr(gradient, _MARK, mark._replace(zeroed=version(gradient) != mark.version))
+
+    handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
 
 
 def _content(gradient: torch.Tensor) -> Any:
+    """A gradient as an opaque value: `None` for zeros, a tuple for a sparse one."""
     gradient = gradient.detach()
     if gradient.layout == torch.sparse_coo:
-        return (_SPARSE, gradient._indices(), gradient._values(), list(gradient.shape), gradient.is_coalesced())
+        return (gradient._indices(), gradient._values(), list(gradient.shape), gradient.is_coalesced())
     if gradient.is_contiguous() and not gradient.reshape(-1).view(torch.uint8).any():
         return None
     return gradient
+
+
+def _made(parameter: torch.Tensor, content: Any) -> torch.Tensor:
+    if isinstance(content, tuple):
+        indices, values, shape, coalesced = content
+        return torch.sparse_coo_tensor(indices, values, shape, device=parameter.device, is_coalesced=coalesced, check_invariants=True)
+    if content is None:
+        return torch.zeros_like(parameter)
+    return torch.empty_like(parameter, dtype=content.dtype).copy_(content)

@@ -49,6 +49,7 @@ def mark(live: LiveState) -> Mark:
                 seen.append(id(entry))
                 held.append(entry)
     except (RuntimeError, NotImplementedError) as error:
+        live.tensors()  # refuses by name what is sparse or of an unknown class
         raise UnsupportedTensor(f"{live.fqn}, or an optimizer entry of it, cannot be stored: {error}") from error
     return Mark(tuple(seen), tuple(held))
 
