@@ -79,19 +79,9 @@ def test_every_dtype_from_a_full_checkpoint(tmp_path: Path) -> None:
     assert restored_bits(f"file://{tmp_path}", every_dtype, LAST) == live
 
 
-@pytest.mark.parametrize(
-    ("dtype", "payload"),
-    [
-        (torch.float64, "gradient"),
-        (torch.float16, "gradient"),
-        (torch.complex64, "value: optimizer"),
-        (torch.complex128, "value: optimizer"),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64, torch.complex128])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_trained_parameters_of_other_dtypes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, dtype: torch.dtype, payload: str
-) -> None:
+def test_trained_parameters_of_other_dtypes(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, dtype: torch.dtype) -> None:
     def make(seed: int) -> Job:
         torch.manual_seed(seed)
         model = torch.nn.Linear(12, 5, dtype=dtype)
@@ -103,7 +93,7 @@ def test_trained_parameters_of_other_dtypes(
         job.optimizer.step()
 
     found = survives(tmp_path, make, caplog)
-    assert set(travelled(found, "weight")) == {payload}
+    assert set(travelled(found, "weight")) == {"gradient"}
 
 
 class Shapes(torch.nn.Module):

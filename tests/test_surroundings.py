@@ -284,8 +284,7 @@ def test_compiled_after_it_was_attached(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("backend", "whole"), [("eager", True), ("aot_eager", False)])
 def test_a_compiled_optimizer_step(tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: str, whole: bool) -> None:
     """The hooks are not traced and fire; what was compiled rounds otherwise than what is replayed, which is found out: it goes whole."""
     steps: dict[int, Callable[[], Any]] = {}
