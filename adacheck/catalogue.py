@@ -74,7 +74,9 @@ def versions(backend: Backend, run: str) -> Iterator[Version | Rejected]:
     """
     for key in sorted(backend.list(keys.VERSIONS_PREFIX), reverse=True):
         if keys.parse(key) is not None:
-            yield _read_version(backend, key, run)
+            found = _read_version(backend, key, run)
+            # bytes may be wrong on the way only, and an older head would hide the newest checkpoint
+            yield found if isinstance(found, Version) else _read_version(backend, key, run)
 
 
 def _read_version(backend: Backend, key: str, run: str) -> Version | Rejected:

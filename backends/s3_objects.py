@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, TypeVar
 
 import fsspec
@@ -77,9 +78,8 @@ class S3Objects:
             atomic_put=True, atomic_batch=False, exclusive_put=True, durable=True, survives_process=True, survives_host=True
         )
         self._part_bytes, self._timeout_s, self._part_retry = part_bytes, request_timeout_s, part_retry
-        given = options.pop("config_kwargs", {})
-        timeouts = {"connect_timeout": min(_CONNECT_TIMEOUT_S, request_timeout_s), "read_timeout": request_timeout_s}
-        self._options = {"max_concurrency": 1, **options, "config_kwargs": {**timeouts, "retries": {"total_max_attempts": 1}, **given}}
+        self._options = {"max_concurrency": 1, **options}
+        self._options["config_kwargs"] = {**_client_config(request_timeout_s), **options.get("config_kwargs", {})}
         self._renewing = threading.Lock()
         self._expired: list[Any] = []
         self._fs = self._connection()
@@ -265,6 +265,15 @@ class S3Objects:
         except foreign_errors() as error:
             raise translate_remote_error(error, f"{self.name}: find the credentials", _SETUP_S) from error
         return fs
+
+
+def _client_config(timeout_s: float) -> dict[str, Any]:
+    """Botocore's options, but for those that the user gives."""
+    config: dict[str, Any] = {"connect_timeout": min(_CONNECT_TIMEOUT_S, timeout_s), "read_timeout": timeout_s}
+    config["retries"] = {"total_max_attempts": 1}
+    if "response_checksum_validation" in import_module("botocore.config").Config.OPTION_DEFAULTS:
+        config["response_checksum_validation"] = "when_required"  # all bytes have digests here, which tell damage from a fault
+    return config
 
 
 def _close(fs: Any) -> None:

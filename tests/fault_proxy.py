@@ -42,12 +42,13 @@ class Fault(StrEnum):
     TRUNCATED = "carried out, and closed in the middle of the answer"
     STALLED_RESPONSE = "carried out, and the answer stops in its middle"
     TRICKLE = "carried out, and the answer comes a byte at a time"
+    FLIPPED = "carried out, and a bit of the answer's body is another"
     EXPIRED = "credentials have expired"
     NO_BUCKET = "there is no such bucket"
 
 
-PASSING = tuple(fault for fault in Fault if fault not in (Fault.EXPIRED, Fault.NO_BUCKET))
-"""Faults that the next attempt need not meet."""
+PASSING = tuple(fault for fault in Fault if fault not in (Fault.EXPIRED, Fault.NO_BUCKET, Fault.FLIPPED))
+"""Faults that show, and that the next attempt need not meet."""
 
 TIMED = frozenset({Fault.SILENT, Fault.STALLED_REQUEST, Fault.STALLED_RESPONSE, Fault.TRICKLE})
 """Those that end only when the client gives up."""
@@ -235,7 +236,9 @@ class _Handler(BaseHTTPRequestHandler):
         content = f"{head}Content-Length: {length}\r\n\r\n".encode("latin-1") + body
         if fault is Fault.TRICKLE:
             return self._trickle(content)
-        if fault is None:
+        if fault is Fault.FLIPPED and body:
+            content = content[: -len(body)] + body[:-1] + bytes([body[-1] ^ 1])
+        if fault in (None, Fault.FLIPPED):
             self.wfile.write(content)
             return None
         self.wfile.write(content[: len(content) - max(len(body) // 2, 10)])

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from adacheck import retention
 from adacheck.backends import s3_objects
 from adacheck.backends.base import Backend, Created, Exists
 from adacheck.backends.errors import Denied, Unavailable
@@ -23,6 +24,8 @@ from adacheck.backends.object_store import ObjectStore
 from adacheck.backends.retry import Retry
 from adacheck.backends.wrappers import Retrying
 from adacheck.errors import AdacheckError, NotDurable
+from adacheck.incarnations import read_run
+from adacheck.manifests import keys
 from adacheck.store import Store
 from adacheck.tools.seaweed import ACCESS_KEY, RENEWED_KEY, SECRET_KEY
 from tests.fault_proxy import PASSING, TIMED, Fault, FaultProxy, Request, always, nothing, seeded, times
@@ -30,8 +33,9 @@ from tests.seaweed import BUCKET, s3_server
 from tests.tiny_run import Process, Snapshot, differing, reference
 
 MIB = 1 << 20
-TIMEOUT_S = 1.0
-FAST = Retry(attempts=3, base_delay_s=0.01, max_delay_s=0.02)
+TIMEOUT_S = 0.5
+FAST = Retry(attempts=4, base_delay_s=0.01, max_delay_s=0.02)
+FASTER = Retry(attempts=2, base_delay_s=0.01)
 ONCE = (*PASSING, Fault.EXPIRED)
 BREAKING = (Fault.RESET_BEFORE, Fault.RESET_REQUEST, Fault.LOST_REPLY, Fault.RESET_RESPONSE, Fault.TRUNCATED)
 OUTAGES = (
@@ -80,7 +84,7 @@ def opened(proxy: FaultProxy, prefix: str = "", **options: Any) -> ObjectStore:
     """A store behind the proxy, with short times."""
     prefix = prefix or f"run-{secrets.token_hex(8)}"
     given = {**s3_server().options, "endpoint_url": proxy.endpoint, "request_timeout_s": TIMEOUT_S, "part_bytes": 5 * MIB}
-    return ObjectStore(f"s3://{BUCKET}/{prefix}", **{**given, "part_retry": FAST, "session": session(), **options})
+    return ObjectStore(f"s3://{BUCKET}/{prefix}", **{**given, "part_retry": FASTER, "session": session(), **options})
 
 
 def until(done: Callable[[], bool], what: str) -> None:
@@ -107,9 +111,9 @@ def put_exclusively(backend: Backend, key: str) -> None:
 
 
 def put_in_parts(backend: Backend, key: str) -> None:
-    assert backend.put(key, [bytes([at]) * MIB for at in range(11)]) == Created()
-    assert backend.get(key, (5 * MIB - 1, 6 * MIB + 1)) == b"\x04" + b"\x05" * MIB + b"\x06"
-    assert (found := backend.stat(key)) is not None and found.size_bytes == 11 * MIB
+    assert backend.put(key, [bytes([at]) * MIB for at in range(6)]) == Created()
+    assert backend.get(key, (5 * MIB - 1, 5 * MIB + 1)) == b"\x04\x05"
+    assert (found := backend.stat(key)) is not None and found.size_bytes == 6 * MIB
 
 
 def get(backend: Backend, key: str) -> None:
@@ -160,20 +164,20 @@ def test_an_operation_that_meets_a_fault_once_is_carried_out(proxy: FaultProxy, 
 def test_a_fault_that_stays_is_given_up_and_said(proxy: FaultProxy, store: ObjectStore, fault: Fault) -> None:
     key = f"stays/{secrets.token_hex(8)}"
     proxy.plan = times(1000, fault, "PutObject", key)
-    with pytest.raises(Unavailable, match=rf"s3://{BUCKET}/matrix: write '{key}': .*given up after 3 attempts in"):
-        Retrying(store, FAST).put(key, b"whole")
+    with pytest.raises(Unavailable, match=rf"s3://{BUCKET}/matrix: write '{key}': .*given up after 2 attempts in"):
+        Retrying(store, FASTER).put(key, b"whole")
     again = 2 if fault in BREAKING else 1  # aiohttp sends once more where a connection breaks
-    assert proxy.met == {fault: 3 * again}, "nobody beneath tries again by itself"
+    assert proxy.met == {fault: 2 * again}, "nobody beneath tries again by itself"
     assert store.stat(key) is None or store.get(key) == b"whole"
     proxy.plan = nothing
     put(Retrying(store, FAST), key)
 
 
-@pytest.mark.parametrize("fault", PASSING)
+@pytest.mark.parametrize("fault", [Fault.ERROR_500, Fault.RESET_REQUEST, Fault.STALLED_REQUEST, Fault.TRUNCATED])
 def test_an_upload_that_fails_leaves_neither_object_nor_upload(proxy: FaultProxy, store: ObjectStore, fault: Fault) -> None:
     key = f"parts/{secrets.token_hex(8)}"
     proxy.plan = times(1000, fault, "UploadPart", key)
-    with pytest.raises(Unavailable, match=r"given up after 3 attempts"):
+    with pytest.raises(Unavailable, match=r"given up after 2 attempts"):
         store.put(key, [bytes(MIB)] * 6)
     assert store.stat(key) is None
     assert not [upload for upload in store.uploads() if upload.name.startswith(key)]
@@ -190,7 +194,7 @@ def test_a_bucket_that_is_gone_is_denied_at_once_and_never_an_empty_one(proxy: F
 # --- opening
 
 
-@pytest.mark.parametrize("fault", ONCE)
+@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN_503, Fault.RESET_BEFORE, Fault.SILENT, Fault.TRUNCATED, Fault.TRICKLE, Fault.EXPIRED])
 def test_opening_is_tried_again(proxy: FaultProxy, fault: Fault) -> None:
     proxy.plan = times(1, fault)
     with FAST(lambda: opened(proxy)) as store:
@@ -202,12 +206,12 @@ def test_a_store_opens_through_faults(proxy: FaultProxy, monkeypatch: pytest.Mon
     """As a user opens it."""
     for name, value in {**s3_server().environment, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("adacheck.store.Retry", lambda: Retry(base_delay_s=0.01))
+    monkeypatch.setattr("adacheck.store.Retry", lambda: Retry(3, 0.01))
     proxy.plan = times(2, Fault.SLOW_DOWN_503)
     with Store.open(f"s3://{BUCKET}/opened?nvme=none") as store:
         assert store.steps() == []
     proxy.plan = always(Fault.ERROR_500)
-    with pytest.raises(Unavailable, match=rf"s3://{BUCKET}/opened: find the bucket: .*given up after 6 attempts"):
+    with pytest.raises(Unavailable, match=rf"s3://{BUCKET}/opened: find the bucket: .*given up after 3 attempts"):
         Store.open(f"s3://{BUCKET}/opened?nvme=none")
     proxy.plan = always(Fault.NO_BUCKET)
     with pytest.raises(Denied, match=f"{BUCKET}.*make the bucket first"):
@@ -236,7 +240,7 @@ def test_renewed_credentials_are_taken_up_from_where_they_come_from(
         backend = Retrying(store, FAST)
         put(backend, "before")
         proxy.plan = plan
-        with pytest.raises(Unavailable, match=r"ExpiredToken.*renew the credentials where they come from.*given up after 3 attempts"):
+        with pytest.raises(Unavailable, match=r"ExpiredToken.*renew the credentials where they come from.*given up after 4 attempts"):
             backend.put("late", b"")
         write(RENEWED_KEY)
         for operation, act in OPERATIONS.items():
@@ -330,7 +334,7 @@ def test_on_error_raise_raises_at_the_next_step_and_at_close(run: Run, proxy: Fa
     for _ in range(3):
         process.step()
     proxy.plan = always(Fault.SLOW_DOWN_503)
-    with pytest.raises(AdacheckError, match=r"full checkpoint at step \d+ failed.*given up after 3 attempts"):
+    with pytest.raises(AdacheckError, match=rf"s3://{BUCKET}/{run.prefix}: .*given up after 4 attempts"):
         for _ in range(1000):
             train(process, 1)
     with pytest.raises(AdacheckError, match="reduce your request rate"):
@@ -342,7 +346,7 @@ def test_close_without_nvme_says_why_the_last_step_is_not_durable(run: Run, prox
     process.ckpt.restore()
     train(process, 3)
     proxy.plan = always(Fault.RESET_BEFORE)
-    with pytest.raises(NotDurable, match=r"step 3 .*given up after 3 attempts"):
+    with pytest.raises(NotDurable, match=r"step 3 .*given up after 4 attempts"):
         process.ckpt.close()
 
 
@@ -401,6 +405,41 @@ def test_an_older_cut_never_takes_the_place_of_one_that_is_out_of_reach(
     process = finished.restart_elsewhere()
     assert process.ckpt.restore() == 8 and not differing(process.run.snapshot(), expected[8])
     process.abandon()
+
+
+def test_bytes_that_were_wrong_on_the_way_are_read_again(finished: Run, proxy: FaultProxy, expected: list[Snapshot]) -> None:
+    """Neither a version record nor a shard counts as damaged, and gives way to an older one, because of one bad answer."""
+    process = finished.restart_elsewhere()
+    for key in ("versions/i00000001/", "shard-"):
+        proxy.plan = times(1, Fault.FLIPPED, "GetObject", key)
+        proxy.met.clear()
+        if key == "shard-":
+            assert process.ckpt.restore() == 8 and not differing(process.run.snapshot(), expected[8])
+        else:
+            assert max(point.step for point in process.store.steps()) == 8
+        assert proxy.met == {Fault.FLIPPED: 1}
+    process.abandon()
+
+
+def test_bytes_that_are_wrong_every_time_give_way_to_an_older_cut(finished: Run, proxy: FaultProxy, expected: list[Snapshot]) -> None:
+    process = finished.restart_elsewhere()
+    proxy.plan = times(1000, Fault.FLIPPED, "GetObject", "/step-000000000008-")
+    assert process.ckpt.restore() == 4 and not differing(process.run.snapshot(), expected[4])
+    process.abandon()
+
+
+def test_unfinished_uploads_of_earlier_attempts_are_ended(finished: Run, proxy: FaultProxy) -> None:
+    """One whose first reply was lost has an id that its own process never learned; nobody else could end it."""
+    with opened(proxy, finished.prefix) as store:
+        for key in (keys.full_folder(1, 4, "old"), keys.full_folder(1, 8, "retried"), keys.full_folder(1, 9, "underway"), "elsewhere"):
+            proxy.plan = times(1, Fault.LOST_REPLY, "CreateMultipartUpload")
+            with pytest.raises(Unavailable):
+                store.put(f"{key}/{keys.shard_name(1, 1)}", [bytes(MIB)] * 6)
+        assert len(list(store.uploads())) == 4
+        run = read_run(store)
+        assert run is not None
+        retention.prune(store, run.run, 1, 3)
+        assert {upload.key.split("/")[-2] for upload in store.uploads()} == {"elsewhere", "step-000000000009-underway"}
 
 
 def test_an_older_step_can_be_named_instead(finished: Run, proxy: FaultProxy, expected: list[Snapshot]) -> None:
