@@ -20,8 +20,9 @@ Reasons = Iterator[str]
 ITEM_BYTES: Mapping[str, int] = {
     name: size
     for size, names in {
-        1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2",
-        2: "bfloat16 float16 int16 uint16",
+        1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
+        " bits8 bits1x8 bits2x4 bits4x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7",
+        2: "bfloat16 float16 int16 uint16 bits16",
         4: "float32 int32 uint32 complex32",
         8: "float64 int64 uint64 complex64",
         16: "complex128",

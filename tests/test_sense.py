@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ from adacheck.manifests.encoding import decode, encode
 from adacheck.manifests.record import (
     Base,
     Chain,
+    Derived,
     Fork,
     Full,
     HistoryChunk,
@@ -36,6 +38,8 @@ from adacheck.manifests.record import (
     Version,
 )
 from adacheck.recovery import read_newest
+from adacheck.sense import senseless
+from adacheck.sense_bytes import ITEM_BYTES
 from adacheck.sources import gather
 from tests.flipped_store import Content, Small, loaded
 
@@ -171,3 +175,105 @@ def refused(objects: Any, nvme: Any) -> bool:
     sources = gather(run.run, objects, nvme)
     read_newest(sources)
     return any("replay" in line for line in sources.rejected)
+
+
+def test_every_dtype_of_torch_has_its_size() -> None:
+    """But those of quantized tensors, which capture refuses."""
+    known = {str(value).removeprefix("torch."): value.itemsize for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    stored = {name: size for name, size in known.items() if not name.startswith("q")}
+    assert stored == {name: size for name, size in ITEM_BYTES.items() if name in known}
+
+
+def segment(record: Any, at: int = 0, **fields_: Any) -> Any:
+    """The record (an increment: its first gradient) with another segment."""
+    if isinstance(record, Increment):
+        return replace(record, gradients=(segment(record.gradients[0], at, **fields_), *record.gradients[1:]))
+    segments = list(record.segments)
+    segments[at] = replace(segments[at], **fields_)
+    return replace(record, segments=tuple(segments))
+
+
+def spec(record: Base, **fields_: Any) -> Base:
+    """The base with another tensor spec of its parameter."""
+    first = replace(record.spec.tensors[0], **fields_)
+    return replace(record, spec=replace(record.spec, tensors=(first, *record.spec.tensors[1:])))
+
+
+CRAFTED: dict[str, tuple[keys.Kind, Callable[[Any], Any], str]] = {
+    "a dtype that does not exist": (K.BASE, lambda base: spec(base, dtype="float99"), "float99"),
+    "a negative size": (K.BASE, lambda base: spec(base, shape=(-6, 4), global_shape=(-6, 4)), "not inside"),
+    "a tensor of an exabyte": (K.BASE, lambda base: spec(base, shape=(1 << 58,), global_shape=(1 << 58,), offsets=(0,)), "elements"),
+    "a codec that does not exist": (K.INCREMENT, lambda one: segment(one, codec="lzma"), "no codec 'lzma'"),
+    "a width that no element has": (K.INCREMENT, lambda one: segment(one, codec="raw+zstd3", stored_bytes=1), "raw+zstd3"),
+    "a segment past the tensor's end": (K.BASE, lambda base: segment(base, stop=10**9), "elements 0:1000000000"),
+    "overlapping segments": (K.INCREMENT, lambda one: segment(one, start=3), "elements 3:"),
+    "two segments in one slot": (K.BASE, lambda base: segment(base, 1, slot=base.segments[0].slot), "two segments in slot"),
+    "a slot that no name has room for": (K.BASE, lambda base: segment(base, slot=10**6), "slot 1000000"),
+    "an event that did not happen": (
+        K.INCREMENT,
+        lambda one: replace(one, gradients=(replace(one.gradients[0], event=5), *one.gradients[1:])),
+        "of event 5 of 1",
+    ),
+    "a state twice": (K.INCREMENT, lambda one: replace(one, removed=(3, 3)), "names a state twice"),
+    "a billion threads": (
+        K.INCREMENT,
+        lambda one: replace(one, events=(replace(one.events[0], kernel=replace(one.events[0].kernel, threads=10**9)),)),
+        "1000000000 threads",
+    ),
+    "a base below what was pruned": (K.CHAIN, lambda chain: replace(chain, base_steps=(0, *chain.base_steps[1:])), "a base of step 0"),
+    "bases without steps": (K.CHAIN, lambda chain: replace(chain, base_steps=()), "0 steps of them"),
+    "an incarnation that no name has room for": (K.CHAIN, lambda chain: replace(chain, fence=10**9), "a fence at 1000000000"),
+    "a generation that no name has room for": (K.CHAIN, lambda chain: replace(chain, generation=-1), "generation -1"),
+    "a folder outside of the store": (
+        K.VERSION,
+        lambda version: replace(version, fulls=(replace(version.fulls[0], folder="../../etc"), *version.fulls[1:])),
+        "the folder '../../etc'",
+    ),
+    "a status that nobody gives": (
+        K.VERSION,
+        lambda version: replace(version, fulls=(replace(version.fulls[0], status="fine"), *version.fulls[1:])),
+        "'fine'",
+    ),
+    "fewer digests than states": (K.MANIFEST, lambda full: replace(full, digests=full.digests[1:]), "digests for"),
+    "a shard outside of its folder": (
+        K.MANIFEST,
+        lambda full: replace(full, shards=(replace(full.shards[0], name="../x"), *full.shards[1:])),
+        "shards called ['../x']",
+    ),
+    "a cut before all others": (K.FORK, lambda fork: replace(fork, cut=-2), "a cut at step -2"),
+    "a run that leaves its directory": (K.RUN, lambda run: replace(run, run="../../x"), "'../../x'"),
+}
+
+
+@pytest.mark.parametrize("what", CRAFTED)
+def test_a_crafted_record_is_malformed_for_a_check_and_not_used_by_a_restore(small: Small, what: str) -> None:
+    kind, change, words = CRAFTED[what]
+    of_kind = [(tier, key) for tier, key in records(small.content) if (name := keys.parse(key)) is not None and name.kind is kind]
+    tier, key = of_kind[0 if kind is K.BASE else -1]
+    before = record_at(small.content, tier, key)
+    assert senseless(before) is None
+    crafted = change(before)
+    reason = senseless(crafted)
+    assert reason is not None and words in reason
+    damage = agree(small, written(small.content, tier, key, crafted))
+    assert (key, Kind.MALFORMED) in damage
+
+
+def test_what_is_said_of_states_that_do_not_exist_is_found(small: Small) -> None:
+    """Each increment makes sense by itself; of state 77 there is neither a base nor a value."""
+    key = max(key for key in small.content.nvme if (name := keys.parse(key)) is not None and name.kind is K.INCREMENT)
+    one: Increment = record_at(small.content, Tier.NVME, key)
+    strange = replace(one.gradients[0], state=77)
+    events = (replace(one.events[0], groups=(replace(one.events[0].groups[0], states=(77, *one.events[0].groups[0].states)),)),)
+    crafted = {
+        "a gradient of state 77": replace(one, events=events, gradients=(strange, *one.gradients[1:])),
+        "a refresh of state 77": replace(one, refreshes=(replace(one.refreshes[0], state=77),)),
+        "derived from state 77": replace(one, derived=(Derived(0, "param", 77, "param"),)),
+    }
+    for words, increment in crafted.items():
+        assert senseless(increment) is None, words
+        content = written(small.content, Tier.NVME, key, increment)
+        assert (key, Kind.MALFORMED) in agree(small, content), words
+        done, after = small.repaired(content)
+        assert words in "".join(finding.found for finding in done.found) and not done.damage_left
+        small.check_live(small.restored(after))
