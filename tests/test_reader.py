@@ -151,7 +151,8 @@ def test_a_missing_step_names_the_nearest(stored: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_shard_is_named_and_the_other_tier_takes_over(copy: Copy, expected: list[Snapshot]) -> None:
     for name in copy.names(keys.Kind.SHARD):
-        copy.write(keys.Kind.SHARD, name, flip(copy.read(keys.Kind.SHARD, name)))
+        content = copy.read(keys.Kind.SHARD, name)
+        copy.write(keys.Kind.SHARD, name, content[:-1] + bytes([content[-1] ^ 1]))  # of the last tensor; the middle is the header
     run = TinyRun()
     with object_tier(copy.root) as store, pytest.raises(CheckpointException, match=r"shard-00001-of-00001\.safetensors") as raised:
         load_job(run.model, run.optimizer, store.reader(NEWEST))

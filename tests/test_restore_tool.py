@@ -198,6 +198,15 @@ def test_wrong_addresses(golden: Copy, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_log_that_cannot_be_read_at_all_is_said_and_the_object_tier_is_used(golden: Copy, tmp_path: Path) -> None:
+    (golden.nvme / "data.mdb").write_bytes(b"nonsense" * 1000)
+    ended = run_tool(restore.main, golden.uri, "--to", str(tmp_path / "out"), "--json")
+    assert ended.code == 0 and "rejected: the NVMe copy" in ended.err
+    assert of(json.loads(ended.out)) == EXPECTED["8"]
+    listed = run_tool(restore.main, golden.uri, "--list", "--json")
+    assert [point["step"] for point in json.loads(listed.out)["points"]] == [4, 8] and "not listed: the NVMe copy" in listed.err
+
+
 def test_tools_that_read_look_at_an_s3_object_tier_alone(golden: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in s3_server().environment.items():
         monkeypatch.setenv(name, value)
