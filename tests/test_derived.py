@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,13 +18,14 @@ from adacheck.cast import CHUNK_ELEMENTS, FIRST_ELEMENTS, cast_into, is_cast
 from adacheck.config import parse
 from adacheck.keeper.certify import EQUAL_STEPS
 from adacheck.nvme_reader import NvmeReader
+from adacheck.optimizers import BUILT_IN, Declaration, class_name, declaration
 from adacheck.same import same_bytes
 from adacheck.tools import fsck, restore
 from tests.crash_images import Recorder
 from tests.survival import LAST, Make, adamw, mlp, survives, travelled
 from tests.test_drift import first_found
 from tests.tool_run import run_tool
-from tests.training import Job, kill, logged, names, nvme_folder, opened, restored_bits
+from tests.training import Job, kill, logged, names, nvme_folder, opened, payloads, restored_bits
 
 PROVEN = EQUAL_STEPS + 2
 """From this step on, at the latest, a rule is used by a job that lets the keeper settle."""
@@ -120,6 +122,20 @@ def test_a_weight_whose_master_is_in_its_own_state_is_left_out(tmp_path: Path, c
         assert sent["0.weight"] == {"master", "moment"} if step > PROVEN else sent["0.weight"]
 
 
+def test_a_declared_optimizer_with_masters_goes_as_gradients(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step makes the parameter from the master itself, so nothing is derived."""
+    declared = Declaration(kind=Own, entries=("master", "moment"), elementwise=True, branches=())
+    monkeypatch.setitem(cast(dict[str, Declaration], BUILT_IN), class_name(Own), declared)
+    declaration.cache_clear()
+    try:
+        found = survives(tmp_path, with_own(), caplog)
+    finally:
+        declaration.cache_clear()
+    assert {how for step, increment in found.increments.items() if step > PROVEN for how in payloads(increment).values()} == {"gradient"}
+
+
 class Wide(torch.nn.Module):
     """Parameters without a forward pass: gradients are made up."""
 
@@ -186,6 +202,34 @@ def test_what_is_no_cast_at_a_step_is_sent(tmp_path: Path, caplog: pytest.LogCap
         assert by_step[12].startswith("value") and by_step[11] == by_step[13] == "derived"
     if write is stops:
         assert travelled(found, "0.weight")[-1] == "-"
+
+
+def clamp(weight: torch.Tensor, master: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.clamp_(-0.05, 0.05)
+
+
+def swap(weight: torch.Tensor, master: torch.Tensor) -> None:
+    weight.data = master.detach().bfloat16()
+
+
+def write_both(weight: torch.Tensor, master: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.copy_(master.mul_(0.5))
+
+
+def leave(weight: torch.Tensor, master: torch.Tensor) -> None:
+    pass
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mix_of_writes_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, seed: int) -> None:
+    def write(job: Job, n: int) -> None:
+        chance = random.Random(100 * seed + n)
+        for weight, master in pairs(job):
+            chance.choice([copy_seen, copy_unseen, copy_unseen, copy_seen, clamp, swap, write_both, leave])(weight, master)
+
+    survives(tmp_path, with_masters(write), caplog)
 
 
 def cleared(job: Job, n: int) -> None:
