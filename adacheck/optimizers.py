@@ -23,7 +23,6 @@ GROUP = "adacheck.replay"
 
 SETTINGS: Mapping[str, Callable[[], str]] = {
     "default_dtype": lambda: dtype_name(torch.get_default_dtype()),
-    "matmul_precision": torch.get_float32_matmul_precision,
     "mkldnn": lambda: str(torch.backends.mkldnn.enabled),
 }
 """Process-wide settings of torch that the bits of some steps depend on; replay refuses where they differ."""
@@ -156,8 +155,8 @@ BUILT_IN: Mapping[str, Declaration] = {
         _torch(torch.optim.Adadelta, "step", "square_avg", "acc_delta"),
         _torch(torch.optim.ASGD, "step", "eta", "mu", "ax", settings=("default_dtype",)),
         _torch(torch.optim.Rprop, "step", "prev", "step_size", branches=()),
-        _torch(torch.optim.Adafactor, "step", elementwise=False, settings=("matmul_precision", "mkldnn"), refuse=_refuse_adafactor),
-        _torch(torch.optim.Muon, "momentum_buffer", elementwise=False, settings=("matmul_precision", "mkldnn")),
+        _torch(torch.optim.Adafactor, "step", elementwise=False, refuse=_refuse_adafactor),
+        _torch(torch.optim.Muon, "momentum_buffer", elementwise=False, settings=("mkldnn",)),
     )
 }
 """torch's own classes by dotted name. LBFGS evaluates the loss in its step, SparseAdam is given sparse gradients: neither is here."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -187,20 +189,50 @@ def test_torchs_own_cannot_be_replaced(lion: Any) -> None:
     assert declaration("torch.optim.adam.Adam") is BUILT_IN["torch.optim.adam.Adam"]
 
 
-def test_a_settings_difference_is_refused_naming_both() -> None:
-    optimizer = torch.optim.Muon([torch.nn.Parameter(torch.ones(3, 2))])
-    kernel = kernel_of(optimizer, optimizer.param_groups[0])
-    assert refusal(kernel, environment()) is None
-    replayer = Replayer()
-    replayer.apply(kernel, [])
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration")  # torch's own, whatever is set
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
+@contextmanager
+def bfloat16_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
     try:
-        with pytest.raises(ReplayRefused, match="matmul_precision"):
-            replayer.apply(kernel, [])
-        assert f"matmul_precision={before}, and here is matmul_precision=medium" in (refusal(kernel, environment()) or "")
+        yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_default_dtype(torch.float32)
+
+
+OTHERWISE = {"mkldnn": without_mkldnn, "default_dtype": bfloat16_by_default}
+
+
+@pytest.mark.parametrize("setting", OTHERWISE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_of_a_step_depend_on_the_declared_settings_and_no_others(kind: str, setting: str) -> None:
+    """Where they do, the replay is refused naming both sides, also by a replayer that has accepted the kernel before."""
+    start, gradients = torch.randn(257, 300), torch.randn(2, 257, 300)
+
+    def stepped(other: AbstractContextManager[None]) -> tuple[bytes, ...]:
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = getattr(torch.optim, kind)([parameter], lr=0.01)
+        for gradient, context in zip(gradients, (nullcontext(), other), strict=True):
+            parameter.grad = gradient.clone()
+            with context:
+                optimizer.step()
+        return tuple(tensor.detach().numpy().tobytes() for tensor in (parameter, *optimizer.state[parameter].values()))
+
+    optimizer = getattr(torch.optim, kind)([torch.nn.Parameter(start)])
+    kernel, replayer = kernel_of(optimizer, optimizer.param_groups[0]), Replayer()
+    replayer.apply(kernel, [])
+    depends = stepped(nullcontext()) != stepped(OTHERWISE[setting]())
+    assert depends == (setting in BUILT_IN[class_name(type(optimizer))].settings)
+    said = f"recorded with {setting}=.*, and here is"
+    outcome: AbstractContextManager[Any] = pytest.raises(ReplayRefused, match=said) if depends else nullcontext()
+    with OTHERWISE[setting](), outcome:
+        replayer.apply(kernel, [])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -254,6 +286,15 @@ def test_adafactor_with_several_dtypes_in_a_group_goes_whole() -> None:
     assert "epsilon" in (replayable(optimizer, group, parameters[1], kernel_of(optimizer, group)) or "")
     group["eps"] = (1e-30, 1e-3)
     assert replayable(optimizer, group, parameters[1], kernel_of(optimizer, group)) is None
+
+
+def test_what_sums_over_a_tensor_is_replayed_only_where_it_lies_in_row_major_order() -> None:
+    for kind, expected in ((torch.optim.AdamW, False), (torch.optim.Muon, True), (torch.optim.Adafactor, True)):
+        parameter = torch.nn.Parameter(torch.ones(64, 32).t())
+        parameter.grad = torch.ones(64, 32).t()
+        optimizer: Any = kind([parameter])
+        kernel = kernel_of(optimizer, optimizer.param_groups[0])
+        assert ("row-major" in (replayable(optimizer, optimizer.param_groups[0], parameter, kernel) or "")) == expected
 
 
 def test_a_made_instance_does_not_see_the_attributes_of_another_event(lion: Any) -> None:
