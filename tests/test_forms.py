@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adacheck.errors import NotDurable, StateMismatch, UnsupportedTensor
+from adacheck.errors import ConfigError, NotDurable, StateMismatch, UnsupportedTensor
 from adacheck.store import Store
 from tests.survival import LAST, adamw, backward, job_of, mlp, plain, survives, travelled
 from tests.training import Job, opened, restored_bits
@@ -399,6 +399,16 @@ def test_names_that_only_look_like_a_wrappers(tmp_path: Path, caplog: pytest.Log
 
     found = survives(tmp_path, make, caplog)
     assert {base.spec.fqn for base in found.bases.values()} == {"0.weight", "0.bias", "module.0.weight", "module.0.bias"}
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    inner, outer = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.ModuleDict({"b": torch.nn.Sequential(torch.nn.Linear(2, 2))})
+    optimizer = adamw([*inner.parameters(), *outer.parameters()])
+    with (
+        Store.open(f"file://{tmp_path}/run") as store,
+        pytest.raises(ConfigError, match=r"two different tensors are called a\.b\.0\.weight"),
+    ):
+        store.attach({"a.b": inner, "a": outer}, optimizer)
 
 
 def test_rows_of_an_expanded_gradient(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ def through(raw: bytes, coefficient: float | None = None, *, flush: bool = False
     """Codec and stored size of one fp32 segment, and its bytes after narrowing and widening (the latter in the given denormal mode)."""
     narrowed = Narrower().narrow(memoryview(raw), "float32", coefficient)
     stored = bytes(narrowed.stored)
-    out = torch.full((len(raw) // 4,), 7.0)
+    out = torch.full((len(raw) // 4,), 7.0, dtype=torch.float32)
     with arithmetic(flush_denormal=flush):
         widen(stored, narrowed.codec, narrowed.coefficient, out)
     return narrowed.codec, len(stored), bytes(tensor_bytes(out))
@@ -61,6 +61,15 @@ def test_clipped_bf16_gradients_travel_as_bf16(coefficient: float) -> None:
     codec, stored_bytes, back = through(raw, coefficient)
     assert codec == ("bf16" if coefficient == 0.5 else "bf16*k")
     assert (stored_bytes, back) == (2 << 20, raw)
+
+
+def test_the_default_dtype_of_the_process_changes_nothing() -> None:
+    raw = bytes(tensor_bytes(torch.randn(5000).bfloat16().float().mul_(COEFFICIENT)))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert through(raw, COEFFICIENT) == ("bf16*k", 10_000, raw)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("at", [0, 1023, 1024, 99_999])
