@@ -11,7 +11,7 @@ import msgpack
 
 from adacheck.digest import state_digest, tensor_digest
 from adacheck.manifests import keys
-from adacheck.manifests.record import DIGEST_BYTES, SEGMENT_BYTES_MAX, Segment, StateSpec, TensorSpec
+from adacheck.manifests.record import DIGEST_BYTES, SEGMENT_BYTES_MAX, STATE_KINDS, Segment, StateSpec, TensorSpec
 from adacheck.planes import packed, unpacked
 
 Reasons = Iterator[str]
@@ -59,7 +59,7 @@ def bad_spec(spec: StateSpec) -> Reasons:
     names = [tensor.name for tensor in spec.tensors]
     if names[:1] != ["param"] or len(set(names)) != len(names):
         yield f"{spec.fqn!r} has the tensors {names}: 'param' comes first, and each once"
-    if not spec.fqn or spec.kind not in ("parameter", "buffer"):
+    if not spec.fqn or spec.kind not in STATE_KINDS:
         yield f"{spec.fqn!r} is a {spec.kind!r}"
     if spec.scalars and not is_map(spec.scalars):
         yield f"the scalars of {spec.fqn!r} are no map"

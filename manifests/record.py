@@ -11,6 +11,9 @@ from dataclasses import dataclass
 DIGEST_BYTES = 32
 """Length of every digest and link: BLAKE3-256."""
 
+STATE_KINDS = ("parameter", "buffer", "transient")
+"""Every `StateSpec.kind`."""
+
 SEGMENT_BYTES_MAX = 4 << 20
 """Most raw (not narrowed) bytes of one segment."""
 
@@ -62,7 +65,7 @@ class StateSpec:
         state: number of the state in its chain; it never changes meaning within a generation.
         fqn: first name in the model (`blocks.0.mlp.weight`), or `<optimizer>.<group>.<index>` outside of it.
         aliases: further names of the same tensor (tied parameters).
-        kind: `parameter` or `buffer`.
+        kind: one of `STATE_KINDS`; a `transient` one is a buffer that `state_dict()` leaves out.
         optimizer: name of the optimizer that owns it, `""` for none.
         requires_grad: of the parameter, when this was shipped.
         tensors: `param` first, then the optimizer's tensors sorted by name.

@@ -151,7 +151,7 @@ def test_levels(value: str, level: int | None) -> None:
 
 
 class Wide(torch.nn.Module):
-    """Enough elements that something shrinks, a bf16 and a double parameter, one that travels as value, and a buffer that changes."""
+    """Enough elements that something shrinks, a bf16 and a double parameter, one that travels as value, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,6 +161,7 @@ class Wide(torch.nn.Module):
         self.whole = torch.nn.Parameter(torch.randn(50, 50))
         self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(3000, dtype=torch.int32))
+        self.register_buffer("cache", torch.zeros(50), persistent=False)
 
 
 class Unknown(torch.optim.Optimizer):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ def test_a_random_script_survives_its_crashes(share: int) -> None:
     @given(program=programs(), sequence=sequences())
     def survives(program: Program, sequence: Sequence) -> None:
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as folder, program.surroundings():
-            survive(f"file://{folder}/run", program, sequence)
+            options = sequence.options | {"compress": "zstd:1" if share % 2 else "none"}
+            survive(f"file://{folder}/run", program, replace(sequence, options=options))
 
     survives()
 

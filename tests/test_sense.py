@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adacheck.capture.inventory import take_inventory
 from adacheck.check import Check
 from adacheck.check_records import Sample
 from adacheck.digest import digest
@@ -25,6 +26,7 @@ from adacheck.manifests import keys
 from adacheck.manifests.chain import append, seal_version
 from adacheck.manifests.encoding import decode, encode
 from adacheck.manifests.record import (
+    STATE_KINDS,
     Base,
     Chain,
     Derived,
@@ -35,11 +37,13 @@ from adacheck.manifests.record import (
     Increment,
     Linked,
     Run,
+    StateSpec,
+    TensorSpec,
     Version,
 )
 from adacheck.recovery import read_newest
 from adacheck.sense import senseless
-from adacheck.sense_bytes import ITEM_BYTES
+from adacheck.sense_bytes import ITEM_BYTES, bad_spec
 from adacheck.sources import gather
 from tests.flipped_store import Content, Small, loaded
 
@@ -277,3 +281,12 @@ def test_what_is_said_of_states_that_do_not_exist_is_found(small: Small) -> None
         done, after = small.repaired(content)
         assert words in "".join(finding.found for finding in done.found) and not done.damage_left
         small.check_live(small.restored(after))
+
+
+def test_every_kind_of_state_that_is_captured_makes_sense() -> None:
+    model = torch.nn.BatchNorm1d(3)
+    model.register_buffer("cache", torch.zeros(3), persistent=False)
+    states = take_inventory(model, torch.optim.SGD(model.parameters(), lr=0.1)).states
+    assert {live.kind for live in states.values()} == set(STATE_KINDS)
+    spec = StateSpec(0, "w", (), "parameter", "optim", True, (TensorSpec("param", "float32", (3,), (3,), (0,)),), b"")
+    assert [kind for kind in (*STATE_KINDS, "", "other") if list(bad_spec(replace(spec, kind=kind)))] == ["", "other"]
