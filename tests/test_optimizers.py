@@ -218,7 +218,8 @@ def test_the_bits_of_a_step_depend_on_the_declared_settings_and_no_others(kind: 
     def stepped(other: AbstractContextManager[None]) -> tuple[bytes, ...]:
         parameter = torch.nn.Parameter(start.clone())
         optimizer = getattr(torch.optim, kind)([parameter], lr=0.01)
-        for gradient, context in zip(gradients, (nullcontext(), other), strict=True):
+        contexts: list[AbstractContextManager[None]] = [nullcontext(), other]
+        for gradient, context in zip(gradients, contexts, strict=True):
             parameter.grad = gradient.clone()
             with context:
                 optimizer.step()
