@@ -439,7 +439,7 @@ def test_unfinished_uploads_of_earlier_attempts_are_ended(finished: Run, proxy: 
         run = read_run(store)
         assert run is not None
         retention.prune(store, run.run, 1, 3)
-        assert {upload.key.split("/")[-2] for upload in store.uploads()} == {"elsewhere", "step-000000000009-underway"}
+        assert {upload.folder.rpartition("/")[2] for upload in store.uploads()} == {"elsewhere", "step-000000000009-underway"}
 
 
 def test_an_older_step_can_be_named_instead(finished: Run, proxy: FaultProxy, expected: list[Snapshot]) -> None:
