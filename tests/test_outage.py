@@ -18,6 +18,7 @@ import torch
 from adacheck.backends.errors import BackendError, Full, Unavailable
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.object_store import ObjectStore
+from adacheck.checkpointer import Checkpointer
 from adacheck.errors import AdacheckError, NotDurable
 from adacheck.store import Store
 from tests.crash_images import Image, Recorder, RecordingNvme
@@ -317,6 +318,15 @@ def test_a_keeper_that_is_stuck_is_given_up_after_the_deadline(
     process.abandon()
 
 
+def quiet(ckpt: Checkpointer) -> None:
+    """Wait until every step is applied and no full checkpoint is wanted or on its way."""
+    ckpt.drain()
+    keeper = ckpt._keeper
+    assert keeper is not None
+    fulls, chain = keeper._full_thread, keeper.shared.chain
+    assert keeper.shared.wait(lambda: not keeper.uploading and not fulls.due(chain.memory.least_base, wanted=keeper.shared.full_wanted), 20)
+
+
 def test_an_nvme_directory_that_is_deleted_is_lost_at_once(tmp_path: Path) -> None:
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -328,9 +338,9 @@ def test_an_nvme_directory_that_is_deleted_is_lost_at_once(tmp_path: Path) -> No
         optimizer.step()
         ckpt.step()
         if step == 5:
-            ckpt.drain()
+            quiet(ckpt)
             shutil.rmtree(tmp_path / "nvme")
-    ckpt.drain()
+    quiet(ckpt)
     status = ckpt.status()
     assert status.lost_copies == ("nvme",) and status.durable == status.published
     live = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -350,7 +360,7 @@ def test_an_object_tier_that_is_deleted_gets_its_identity_back(tmp_path: Path) -
         model(torch.randn(3, 8)).square().mean().backward()
         optimizer.step()
         ckpt.step()
-        ckpt.drain()
+        quiet(ckpt)
         if step == 5:
             shutil.rmtree(tmp_path / "run")
     live = {name: tensor.clone() for name, tensor in model.state_dict().items()}
