@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from adacheck.backends.base import is_key
 from adacheck.backends.errors import Damaged
 
 _HEADER = struct.Struct("<QHHHH")
@@ -81,8 +82,9 @@ def check_file(path: Path, transaction: int | None = None) -> bool:
             if not matching:
                 return False
             chosen = matching[0]
-        for tree in chosen.trees:
-            _Walk(descriptor, path, chosen).tree(tree)
+        free, content = chosen.trees
+        _Walk(descriptor, path, chosen, named=False).tree(free)
+        _Walk(descriptor, path, chosen, named=True).tree(content)
         return True
     finally:
         os.close(descriptor)
@@ -117,10 +119,11 @@ def _meta(page: bytes, path: Path, number: int) -> Meta:
 
 
 class _Walk:
-    """One pass over one tree; counts its pages, which the meta page knows too."""
+    """One pass over one tree; counts its pages, which the meta page knows too. `named`: its keys are names, in their order."""
 
-    def __init__(self, descriptor: int, path: Path, meta: Meta) -> None:
-        self._descriptor, self._path, self._meta = descriptor, path, meta
+    def __init__(self, descriptor: int, path: Path, meta: Meta, *, named: bool) -> None:
+        self._descriptor, self._path, self._meta, self._named = descriptor, path, meta, named
+        self._last, self._at_branch = b"", False
         self._size = os.fstat(descriptor).st_size
         self._pages: Counter[str] = Counter()
 
@@ -157,10 +160,19 @@ class _Walk:
             if not upper <= at <= len(page) - _NODE.size:
                 raise self._bad(number, f"a node at offset {at}, outside of {upper}-{len(page)}")
             low, high, node_flags, key_bytes = _NODE.unpack_from(page, at)
+            if self._named and (levels == 1 or key_bytes):  # the first of a branch page is empty
+                self._key(number, page[at + _NODE.size : at + _NODE.size + key_bytes], leaf=levels == 1)
             if levels > 1:
                 self._node_page(low | high << 16 | node_flags << 32, levels - 1)
             else:
                 self._leaf_node(number, page, at + _NODE.size + key_bytes, low | high << 16, node_flags)
+
+    def _key(self, number: int, key: bytes, *, leaf: bool) -> None:
+        """Names rise from node to node; that of a branch is the first below it. Else a name would be listed and never be found."""
+        rises = key > self._last if leaf and not self._at_branch else key >= self._last
+        if not rises or (leaf and not is_key(key.decode("ascii", "replace"))):
+            raise self._bad(number, f"the name {key!r} after {self._last!r}")
+        self._last, self._at_branch = key, not leaf
 
     def _leaf_node(self, number: int, page: bytes, data_at: int, data_bytes: int, flags: int) -> None:
         stored_here = 8 if flags & _BIG_DATA else data_bytes
