@@ -136,6 +136,8 @@ class S3Objects:
 
     def names(self, prefix: str) -> list[str]:
         """All keys with the prefix, sorted; asked of the server each time."""
+        if "/" in prefix and not is_key(prefix.rpartition("/")[0]):
+            return []  # no key begins so, but a server that takes keys for paths may go somewhere else
         found: list[str] = []
         marks: dict[str, str] = {}
         while True:
@@ -143,7 +145,8 @@ class S3Objects:
                 page = self._call(f"list {prefix!r}", "list_objects_v2", Prefix=self._prefix + prefix, **marks)
             except NotFound as error:
                 raise self._no_bucket() from error  # never an empty listing, which would look like a new store
-            found += [entry["Key"][len(self._prefix) :] for entry in page.get("Contents", ())]
+            keys = [entry["Key"] for entry in page.get("Contents", ())]
+            found += [key[len(self._prefix) :] for key in keys if key.startswith(self._prefix + prefix)]
             if not page.get("IsTruncated"):
                 return sorted(key for key in found if is_key(key))
             marks = {"ContinuationToken": page["NextContinuationToken"]}

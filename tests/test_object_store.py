@@ -160,7 +160,7 @@ def test_another_process_sees_every_write() -> None:
 
 
 def test_a_missing_bucket_is_denied() -> None:
-    with pytest.raises(Denied, match="no bucket 'nowhere'"):
+    with pytest.raises(Denied, match=r"s3://nowhere/run: .*make the bucket first"):
         ObjectStore("s3://nowhere/run", **s3_server().options)
     with pytest.raises(Denied, match="names no bucket"):
         ObjectStore("s3://", **s3_server().options)
@@ -194,14 +194,14 @@ def test_a_silent_server_is_unavailable() -> None:
 )
 def test_replies_of_a_server_become_our_errors(monkeypatch: pytest.MonkeyPatch, code: str, status: int, kind: type[BackendError]) -> None:
     client_error = import_module("botocore.exceptions").ClientError
+
+    async def fail(*_: Any, **__: Any) -> None:
+        reply = {"Error": {"Code": code, "Message": "as it says"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+        raise translate_boto_error(client_error(reply, "GetObject"))
+
+    monkeypatch.setattr("s3fs.S3FileSystem._cat_file", fail)  # before it is opened: an instance binds its methods
     with _s3() as store:
         opened = _fs(store)
-
-        def fail(*_: Any, **__: Any) -> None:
-            reply = {"Error": {"Code": code, "Message": "as it says"}, "ResponseMetadata": {"HTTPStatusCode": status}}
-            raise translate_boto_error(client_error(reply, "GetObject"))
-
-        monkeypatch.setattr(type(opened), "cat_file", fail)
         with pytest.raises(kind, match="as it says") as caught:
             store.get("a")
         assert type(caught.value) is kind
