@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from adacheck import checkpointer as checkpointer_module
 from adacheck.errors import Detached
 from adacheck.store import Store
+from adacheck.tools import fsck
+from tests.tool_run import run_tool
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -62,6 +65,8 @@ def test_a_keeper_that_gave_up_is_begun_again_with_a_new_base(
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(tensor, live[name])
     again.close()
+    checked = run_tool(fsck.main, uri, "--read-data", "--json")
+    assert checked.code == 0 and json.loads(checked.out)["findings"] == [], "a generation is left behind without a trace"
 
 
 def test_the_old_cut_stays_until_the_new_generation_has_its_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
