@@ -16,6 +16,7 @@ from adacheck.capture import accumulated, opaque
 from adacheck.capture.inventory import Inventory
 from adacheck.capture.rng import install_rng, rng_state
 from adacheck.errors import StateMismatch
+from adacheck.optimizers import class_name
 from adacheck.own_entries import own_entries, put_own_entries
 from adacheck.put_state import can_hold, put_state
 from adacheck.recovery import Cut
@@ -64,7 +65,7 @@ def opaque_items(
 
 
 def _groups(inventory: Inventory, name: str) -> list[dict[str, Any]]:
-    """Of each group its parameters' names, its present hyperparameters, and (encoded) those the script gave it when it attached."""
+    """Of each group its parameters' names, its present hyperparameters and (encoded) those it attached with, and its optimizer's class."""
     groups = inventory.optimizers[name].param_groups
     given = inventory.given.get(name, ())
     return [
@@ -72,6 +73,7 @@ def _groups(inventory: Inventory, name: str) -> list[dict[str, Any]]:
             "names": [inventory.by_parameter[id(p)].fqn for p in group["params"]],
             "values": {k: v for k, v in group.items() if k != "params"},
             "given": given[g] if g < len(given) else b"",
+            "class": class_name(type(inventory.optimizers[name])),
         }
         for g, group in enumerate(groups)
     ]
@@ -173,8 +175,10 @@ def _group_problems(decoded: Mapping[str, Any], inventory: Inventory) -> Iterabl
 
 
 def _hyperparameter_problems(name: str, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> Iterable[str]:
-    """Hyperparameters that only one side has: the optimizer is of another class."""
+    """Hyperparameters that only one side has: the optimizer is of another class. One of the same class was given some in mid-run."""
     for here, group in zip(optimizer.param_groups, saved, strict=True):
+        if group.get("class") == class_name(type(optimizer)):
+            continue
         gone = group["values"].keys() - here.keys() - OF_SCHEDULERS
         fresh = optimizer.defaults.keys() - group["values"].keys()
         if gone or fresh:

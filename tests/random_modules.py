@@ -113,6 +113,7 @@ class Counting(nn.Module):
         self.register_buffer("last", torch.zeros(0), persistent=False)
         self.register_buffer("nothing", torch.empty(0, 3, dtype=torch.int32))
         self.register_buffer("constant", torch.randn(3, 2).t())
+        self.register_buffer("spread", torch.randn(1, 3).expand(4, 3))
         self.register_buffer("eighth", torch.randn(5).to(torch.float8_e4m3fn))
 
     def forward(self) -> torch.Tensor:

@@ -97,7 +97,8 @@ def _optims(draw: st.DrawFn) -> Optim:
 @st.composite
 def _parts(draw: st.DrawFn, forms: list[str]) -> Part:
     form = draw(st.sampled_from(forms))
-    dtype = "float32" if form in ONLY_FP32 else draw(st.sampled_from(["float32", *FLOATS]))
+    dtypes = [dtype for dtype in ("float32", *FLOATS) if form != "sparse" or dtype not in HALVES]
+    dtype = "float32" if form in ONLY_FP32 else draw(st.sampled_from(dtypes))
     return Part(form, dtype, draw(st.sampled_from([0, 0, 0, 2, 3])))
 
 
@@ -117,13 +118,14 @@ def programs(draw: st.DrawFn) -> Program:
         parts.append(part)
         owners.append(draw(st.sampled_from([*takers, *takers, -1])))
     closures = any(optim.kind == "LBFGS" for optim in drawn)
-    loop = draw(st.sampled_from(["plain", "plain", "accumulate", "twice", "closure"] + ["scaler"] * (not closures)))
+    loops = ["plain", "plain", "accumulate", "micro", "twice", "closure"] + ["scaler", "backward"] * (not closures)
+    loop = draw(st.sampled_from(loops))
     if loop == "scaler":
         parts = [replace(p, dtype="float32") if p.dtype == "float16" else p for p in parts]
         owners = [-1 if parts[i].form == "complex" else owner for i, owner in enumerate(owners)]
     added = None
     last = owners[-1]
-    if len(parts) > len(drawn) and last >= 0 and drawn[last].kind != "LBFGS" and draw(st.booleans()):
+    if loop != "backward" and len(parts) > len(drawn) and last >= 0 and drawn[last].kind != "LBFGS" and draw(st.booleans()):
         added = (draw(st.integers(2, LAST_MAX)), last, len(parts) - 1)
         owners[-1] = -1
     optims = [replace(optim, parts=tuple(at for at, owner in enumerate(owners) if owner == i)) for i, optim in enumerate(drawn)]
@@ -131,7 +133,10 @@ def programs(draw: st.DrawFn) -> Program:
     if any(optim.options.get("fused") and optim.options.get("momentum") for optim in optims):  # torch fails where only some have a buffer
         optims = [replace(optim, grouped=optim.grouped or optim.kind == "SGD") for optim in optims]
         edits = [edit for edit in edits if edit.what not in ("clear one", "freeze", "unfreeze")]
-    scheduled = added is None and draw(st.booleans())
+    if loop not in ("closure", "backward"):
+        optims = [replace(optim, masters=_can_have_masters(optim, added, parts) and draw(st.booleans())) for optim in optims]
+    late = added is not None or any(edit.what == "unfreeze" for edit in edits)
+    scheduled = added is None and loop != "micro" and draw(st.booleans())
     return Program(
         parts=tuple(parts),
         optims=tuple(optims),
@@ -139,11 +144,17 @@ def programs(draw: st.DrawFn) -> Program:
         edits=tuple(edits),
         hooks=tuple(draw(st.lists(st.sampled_from(sorted(HOOKS)), max_size=2, unique=True))),
         loop=loop,
-        clip="" if loop == "closure" or closures else draw(st.sampled_from(["", "norm", "norm loop", "value"])),
+        zeros=not late and draw(st.integers(0, 3)) == 0,
+        clip="" if loop in ("closure", "backward") or closures else draw(st.sampled_from(["", "norm", "norm loop", "value"])),
         scheduler=draw(st.sampled_from(SCHEDULERS)) if scheduled else "",
         infinite=draw(st.sampled_from([0, 2, 3, 5])) if loop == "scaler" else 0,
         flush_denormal=draw(st.booleans()),
     )
+
+
+def _can_have_masters(optim: Optim, added: tuple[int, int, int] | None, parts: list[Part]) -> bool:
+    forms = {parts[at].form for at in optim.parts}
+    return added is None and optim.kind not in ("LBFGS", "SparseAdam") and not forms & {"sparse", "complex"}
 
 
 def _edits() -> st.SearchStrategy[Edit]:
@@ -163,5 +174,7 @@ def sequences(draw: st.DrawFn) -> Sequence:
     }
     if draw(st.integers(0, 9)) == 0:
         options["nvme"] = "none"
+    if draw(st.integers(0, 3)) == 0:
+        options["compress"] = "zstd:1"
     drains = draw(st.frozensets(steps, max_size=crashes[-1]))
     return Sequence(tuple(crashes), draw(st.booleans()), drains, draw(st.sampled_from([0, 0, 3, 6])), draw(st.integers(0, 3)), options)

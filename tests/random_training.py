@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Optim:
         parts: numbers of the parts it trains.
         grouped: each part is a parameter group of its own.
         rests: it does not step in iterations that are multiples of this; 0 for always.
+        masters: it trains fp32 copies, which are copied back into the model after each step.
     """
 
     kind: str
@@ -40,6 +42,7 @@ class Optim:
     parts: tuple[int, ...]
     grouped: bool = False
     rests: int = 0
+    masters: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,9 @@ class Program:
     Attributes:
         added: (step, optimizer, part): this part becomes a group of that optimizer at the begin of that iteration.
         hooks: keys of `HOOKS`, registered before the store is attached.
-        loop: `plain`, `accumulate`, `twice`, `closure` or `scaler`.
+        loop: `plain`, `accumulate`, `micro` (accumulation over two iterations), `twice`, `closure`, `backward` (each parameter has an
+            optimizer of its own, which steps in the backward pass) or `scaler`.
+        zeros: gradients are set to zero, not dropped.
         clip: `""`, `norm`, `norm loop` or `value`.
         scheduler: of the first optimizer, in `extra`; `""` for none.
         infinite: with a scaler, losses of iterations that are multiples of this are infinite.
@@ -71,6 +76,7 @@ class Program:
     edits: tuple[Edit, ...] = ()
     hooks: tuple[str, ...] = ()
     loop: str = "plain"
+    zeros: bool = False
     clip: str = ""
     scheduler: str = ""
     infinite: int = 0
@@ -81,7 +87,10 @@ class Program:
         torch.manual_seed(seed)
         random.seed(seed)
         model = nn.ModuleList([random_modules.make(part) for part in self.parts])
-        optimizers = {f"{i}": self._optimizer(optim, model) for i, optim in enumerate(self.optims)}
+        optimizers: dict[str, Optimizer] = {}
+        for i, optim in enumerate(self.optims):
+            made = [_optimizer(optim, groups) for groups in self._groups(optim, model)]
+            optimizers |= {f"{i}.{k}" if k else f"{i}": optimizer for k, optimizer in enumerate(made)}
         extra: dict[str, Any] = {}
         if self.loop == "scaler":
             extra["scaler"] = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
@@ -91,6 +100,10 @@ class Program:
         for hook in self.hooks:
             if hook != "global":
                 HOOKS[hook](job)
+        if self.loop == "backward":
+            for optimizer, parameter in _parameters(job):
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(partial(_step_in_backward, optimizer))
         if self.added is not None and self.added[0] <= done:
             self._add(job)
         for edit in self.edits:
@@ -123,14 +136,14 @@ class Program:
             if handle is not None:
                 handle.remove()
 
-    def _optimizer(self, optim: Optim, model: nn.ModuleList) -> Optimizer:
-        options = {name: torch.tensor(0.01) if value == "tensor" else value for name, value in optim.options.items()}
-        parts = [{"params": list(model[part].parameters())} for part in optim.parts]
-        groups: list[dict[str, Any]] = parts if optim.grouped else [{"params": [p for part in parts for p in part["params"]]}]
-        for i, group in enumerate(groups):
-            group |= {"note": i} if "lr" in optim.options else {"note": i, "lr": 0.02 / (i + 1)}
-        optimizer: Optimizer = getattr(torch.optim, optim.kind)(groups, **options)
-        return optimizer
+    def _groups(self, optim: Optim, model: nn.ModuleList) -> list[list[dict[str, Any]]]:
+        """The parameter groups of each of its optimizers, of which there is one, or one by parameter."""
+        parts = [list(model[part].parameters()) for part in optim.parts]
+        if optim.masters:
+            parts = [[nn.Parameter(p.detach().float().clone()) for p in part] for part in parts]
+        if self.loop != "backward":
+            return [[{"params": part} for part in parts] if optim.grouped else [{"params": [p for part in parts for p in part]}]]
+        return [[{"params": [p]}] for part in parts for p in part]
 
     def _add(self, job: Job) -> None:
         assert self.added is not None
@@ -143,24 +156,40 @@ class Program:
                 _edit(job, edit)
 
     def _step(self, job: Job, n: int) -> float:
-        job.model.zero_grad()
+        if self.loop != "micro" or n % 2:
+            job.model.zero_grad(set_to_none=not self.zeros)
         total = 0.0
         if self.loop != "closure":
             for _ in range(2 if self.loop == "accumulate" else 1):
                 total += self._backward(job, n)
+        if self.loop == "backward" or (self.loop == "micro" and n % 2):
+            return total
         for i, (optim, optimizer) in enumerate(zip(self.optims, job.optimizers.values(), strict=True)):
             if not self._steps(optim, n):
                 continue
-            if self.loop == "closure" or optim.kind == "LBFGS":
-                optimizer.step(lambda: self._again(job, n))
-            elif self.loop == "scaler":
-                self._scaled_step(job, optimizer, unscale=i % 2 == 0)
-            else:
-                self._clip(optimizer)
-                optimizer.step()
+            with self._masters(job, optim, optimizer):
+                if self.loop == "closure" or optim.kind == "LBFGS":
+                    optimizer.step(lambda: self._again(job, n))
+                elif self.loop == "scaler":
+                    self._scaled_step(job, optimizer, unscale=i % 2 == 0)
+                else:
+                    self._clip(optimizer)
+                    optimizer.step()
         if self.loop == "scaler" and any(self._steps(optim, n) for optim in self.optims):
             job.extra["scaler"].update()
         return total
+
+    @contextmanager
+    def _masters(self, job: Job, optim: Optim, optimizer: Optimizer) -> Iterator[None]:
+        """Give masters the gradients of what they are masters of, and their values back afterwards."""
+        masters = [p for group in optimizer.param_groups for p in group["params"]] if optim.masters else []
+        trained = [p for part in optim.parts for p in job.model.get_submodule(str(part)).parameters()] if optim.masters else []
+        for master, parameter in zip(masters, trained, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        yield
+        with torch.no_grad():
+            for master, parameter in zip(masters, trained, strict=True):
+                parameter.copy_(master)
 
     def _steps(self, optim: Optim, n: int) -> bool:
         return not optim.rests or n % optim.rests != 0
@@ -196,6 +225,19 @@ class Program:
             nn.utils.clip_grad_norm_(dense, 0.05, foreach=None if self.clip == "norm" else False)
         elif self.clip and real:
             nn.utils.clip_grad_value_(real, 0.01)
+
+
+def _optimizer(optim: Optim, groups: list[dict[str, Any]]) -> Optimizer:
+    options = {name: torch.tensor(0.01) if value == "tensor" else value for name, value in optim.options.items()}
+    for i, group in enumerate(groups):
+        group |= {"note": i} if "lr" in optim.options else {"note": i, "lr": 0.02 / (i + 1)}
+    optimizer: Optimizer = getattr(torch.optim, optim.kind)(groups, **options)
+    return optimizer
+
+
+def _step_in_backward(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _scheduler(kind: str, optimizer: Optimizer) -> Any:

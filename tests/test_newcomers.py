@@ -41,6 +41,23 @@ def test_another_optimizer_than_in_the_cut_is_refused(tmp_path: Path, kind: type
     ckpt.close()
 
 
+def test_a_hyperparameter_that_was_added_in_mid_run_comes_back(tmp_path: Path) -> None:
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(8, 4)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = made()
+    with Store.open(f"file://{tmp_path}/run").attach(model, optimizer) as ckpt:
+        ckpt.restore()
+        train(model, optimizer)
+        optimizer.param_groups[0]["lr_scale"] = 0.5
+        ckpt.step()
+    model, optimizer = made()
+    with Store.open(f"file://{tmp_path}/run").attach(model, optimizer) as ckpt:
+        assert ckpt.restore() == 1
+        assert optimizer.param_groups[0]["lr_scale"] == 0.5
+
+
 def test_a_scheduler_made_before_restore_is_no_difference(tmp_path: Path) -> None:
     trained(f"file://{tmp_path}/run", 5)
     model = torch.nn.Linear(8, 4)
