@@ -133,9 +133,10 @@ def programs(draw: st.DrawFn) -> Program:
     if any(optim.options.get("fused") and optim.options.get("momentum") for optim in optims):  # torch fails where only some have a buffer
         optims = [replace(optim, grouped=optim.grouped or optim.kind == "SGD") for optim in optims]
         edits = [edit for edit in edits if edit.what not in ("clear one", "freeze", "unfreeze")]
-    if loop not in ("closure", "backward"):
-        optims = [replace(optim, masters=_can_have_masters(optim, added, parts) and draw(st.booleans())) for optim in optims]
     late = added is not None or any(edit.what == "unfreeze" for edit in edits)
+    zeros = not late and draw(st.integers(0, 3)) == 0
+    if loop not in ("closure", "backward", "micro") and not zeros:  # gradients of parameters that no optimizer has are not kept
+        optims = [replace(optim, masters=_can_have_masters(optim, added, parts) and draw(st.booleans())) for optim in optims]
     scheduled = added is None and loop != "micro" and draw(st.booleans())
     return Program(
         parts=tuple(parts),
@@ -144,7 +145,7 @@ def programs(draw: st.DrawFn) -> Program:
         edits=tuple(edits),
         hooks=tuple(draw(st.lists(st.sampled_from(sorted(HOOKS)), max_size=2, unique=True))),
         loop=loop,
-        zeros=not late and draw(st.integers(0, 3)) == 0,
+        zeros=zeros,
         clip="" if loop in ("closure", "backward") or closures else draw(st.sampled_from(["", "norm", "norm loop", "value"])),
         scheduler=draw(st.sampled_from(SCHEDULERS)) if scheduled else "",
         infinite=draw(st.sampled_from([0, 2, 3, 5])) if loop == "scaler" else 0,

@@ -103,7 +103,7 @@ class Program:
         if self.loop == "backward":
             for optimizer, parameter in _parameters(job):
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(partial(_step_in_backward, optimizer))
+                    _hook(parameter, "register_post_accumulate_grad_hook", partial(_step_in_backward, optimizer))
         if self.added is not None and self.added[0] <= done:
             self._add(job)
         for edit in self.edits:
@@ -275,7 +275,11 @@ def _halve_own(parameter: torch.Tensor) -> None:
 def _on_parameters(job: Job, register: str, hook: Callable[[torch.Tensor], Any]) -> None:
     for _, parameter in _parameters(job)[:2]:
         if parameter.requires_grad:
-            getattr(parameter, register)(hook)
+            _hook(parameter, register, hook)
+
+
+def _hook(parameter: torch.Tensor, register: str, hook: Callable[[torch.Tensor], Any]) -> None:
+    getattr(parameter, register)(hook)
 
 
 def _shrink(optimizer: Optimizer, *_: Any) -> None:
@@ -329,6 +333,11 @@ def _swap(job: Job, optimizer: Optimizer, parameter: nn.Parameter) -> None:
             module.swap()
 
 
+def _load_model(job: Job, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    content = {name: tensor.clone() for name, tensor in job.model.state_dict().items() if 0 not in tensor.stride()}
+    job.model.load_state_dict(content, strict=False)  # torch refuses to write expanded tensors
+
+
 def _rebind(job: Job, optimizer: Optimizer, parameter: nn.Parameter) -> None:
     for module in job.model.children():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -347,7 +356,7 @@ EDITS: dict[str, Callable[[Job, Optimizer, nn.Parameter], Any]] = {
     "clear": lambda job, optimizer, p: optimizer.state.clear(),
     "clear one": lambda job, optimizer, p: optimizer.state.pop(p, None),
     "load optimizer": lambda job, optimizer, p: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
-    "load model": lambda job, optimizer, p: job.model.load_state_dict({k: v.clone() for k, v in job.model.state_dict().items()}),
+    "load model": _load_model,
     "swap": _swap,
     "rebind": _rebind,
     "hook": lambda job, optimizer, p: [each.register_step_pre_hook(_halve) for each in job.optimizers.values()],

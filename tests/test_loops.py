@@ -206,6 +206,22 @@ def test_zero_is_not_none(tmp_path: Path, caplog: pytest.LogCaptureFixture, to_n
     assert set(travelled(found, "rare.weight")) == {"gradient"}
 
 
+def test_sparse_gradients_that_are_zeroed_stay_sparse(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """SparseAdam takes no dense ones, of which one would be left if the next gradient were added to dense zeros."""
+
+    def make(seed: int) -> Job:
+        torch.manual_seed(seed)
+        model = torch.nn.Embedding(11, 4, sparse=True)
+        return Job(model, {"optim": torch.optim.SparseAdam(model.parameters(), lr=0.05)}, zeroing)
+
+    def zeroing(job: Job, n: int) -> None:
+        job.optimizer.zero_grad(set_to_none=False)
+        torch.autograd.backward(job.model(torch.randint(0, 11, (5,))).square().mean())
+        job.optimizer.step()
+
+    survives(tmp_path, make, caplog)
+
+
 def test_gradients_that_nobody_zeroes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What was stepped is still there, and the next gradient is added to it: also after a restore, and one right after that."""
 

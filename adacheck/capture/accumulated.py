@@ -59,14 +59,21 @@ def unspent(states: Iterable[LiveState]) -> dict[str, Any]:
         if mark is None or mark.version != version(gradient):
             found[live.fqn] = {"spent": False, "gradient": _content(gradient)}
         elif mark.outlived:
-            found[live.fqn] = {"spent": True, "gradient": None if mark.zeroed else _content(gradient)}
+            kept = torch.zeros_like(gradient) if mark.zeroed else gradient
+            dense_zeros = mark.zeroed and gradient.layout == torch.strided
+            found[live.fqn] = {"spent": True, "gradient": None if dense_zeros else _content(kept)}
     return found
 
 
 def waiting(states: Iterable[LiveState]) -> bool:
     """Whether a gradient is there that no optimizer has used yet."""
-    gradients = [live.parameter.grad for live in states]
-    return any(gradient is not None and vars(gradient).get(_MARK, (None,))[0] != version(gradient) for gradient in gradients)
+    for live in states:
+        gradient = live.parameter.grad
+        if gradient is not None:
+            mark: _Mark | None = vars(gradient).get(_MARK)
+            if mark is None or mark.version != version(gradient):
+                return True
+    return False
 
 
 def put_back(states: Iterable[LiveState], gradients: Mapping[str, Any]) -> None:
