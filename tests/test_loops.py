@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from adacheck.capture import accumulated
 from adacheck.errors import StateMismatch
 from tests.survival import LAST, MORE, OPTIONS, adamw, backward, job_of, mlp, plain, survives, travelled
 from tests.training import Job, logged, opened, restored_bits
@@ -220,6 +221,27 @@ def test_sparse_gradients_that_are_zeroed_stay_sparse(tmp_path: Path, caplog: py
         job.optimizer.step()
 
     survives(tmp_path, make, caplog)
+
+
+@pytest.mark.parametrize(("zeroed_at", "said"), [(range(100), ""), (range(0), "is not zeroed"), (range(6), "may not have been")])
+def test_a_gradient_that_is_not_zeroed_as_before_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, zeroed_at: range, said: str
+) -> None:
+    """It was taken for one that is dropped or zeroed before the next backward pass, and that is in no earlier cut."""
+    monkeypatch.setattr(accumulated, "_said", False)
+
+    def zeroing(job: Job, n: int) -> None:
+        if n in zeroed_at:
+            job.optimizer.zero_grad(set_to_none=False)
+        backward(job.model)
+        job.optimizer.step()
+
+    job = job_of(zeroing)(1)
+    with opened(f"file://{tmp_path}", job, **OPTIONS) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, 10)
+    told = [record.message for record in caplog.records if "cuts of the steps before lack it" in record.message]
+    assert len(told) == bool(said) and all(said in line for line in told)
 
 
 def test_gradients_that_nobody_zeroes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,12 +2,14 @@
 
 In mid-accumulation that is their sum so far. One that an optimizer has used is spent, and most scripts drop it before the next backward
 pass: it is not kept. Where it is kept, by `zero_grad(set_to_none=False)`, it comes back as zeros, which is not the same as none; and where
-nothing zeroes it, so that the next one is added to it, it comes back as it is. What a script does shows in its first three iterations.
+nothing zeroes it, so that the next one is added to it, it comes back as it is. What a script does shows in its first three iterations, and
+as long as it writes to a gradient as often from one use to the next, it still does it; that it did otherwise is said, once.
 The mark that tells all this apart is an attribute of the gradient itself, so it goes with it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +19,8 @@ from adacheck.capture.inventory import LiveState
 from adacheck.capture.watch import version
 
 _MARK = "_adacheck_spent"
+_log = logging.getLogger("adacheck")
+_said = False
 
 
 class _Mark(NamedTuple):
@@ -26,11 +30,13 @@ class _Mark(NamedTuple):
         version: its version counter then.
         outlived: it had a mark already, so whoever drops gradients did not drop this one.
         zeroed: whether it is zeroed before the next backward pass; `None` as long as that was not seen.
+        writes: how often it was written to from the use before to this one; 0 if that is not known.
     """
 
     version: int
     outlived: bool
     zeroed: bool | None = None
+    writes: int = 0
 
 
 def spend(states: Iterable[LiveState]) -> None:
@@ -43,9 +49,13 @@ def spend(states: Iterable[LiveState]) -> None:
         if before is None:
             setattr(gradient, _MARK, _Mark(version(gradient), outlived=False))
         else:
-            setattr(gradient, _MARK, _Mark(version(gradient), outlived=True, zeroed=before.zeroed))
-            if not before.outlived and live.parameter.requires_grad:
-                _look_before_the_next_backward(live.parameter)
+            writes = version(gradient) - before.version
+            steady = before.outlived and before.writes in (0, writes)
+            setattr(gradient, _MARK, _Mark(version(gradient), True, before.zeroed if steady else None, writes))
+            if not steady and live.parameter.requires_grad:
+                _look_before_the_next_backward(live)
+            if before.zeroed and writes < before.writes:
+                _say_once(f"the gradient of {live.fqn} was zeroed before each backward pass, and may not have been before the last one")
 
 
 def unspent(states: Iterable[LiveState]) -> dict[str, Any]:
@@ -86,20 +96,33 @@ def put_back(states: Iterable[LiveState], gradients: Mapping[str, Any]) -> None:
             assert gradient is not None, "it was just made"
             setattr(gradient, _MARK, _Mark(version(gradient), outlived=True, zeroed=saved["gradient"] is None or None))
             if saved["gradient"] is not None and live.parameter.requires_grad:
-                _look_before_the_next_backward(live.parameter)
+                _look_before_the_next_backward(live)
 
 
-def _look_before_the_next_backward(parameter: torch.Tensor) -> None:
+def _look_before_the_next_backward(live: LiveState) -> None:
     """Learn, when its next gradient arrives, whether somebody zeroed the spent one."""
+    parameter, fqn = live.parameter, live.fqn
 
     def look(_: torch.Tensor) -> None:
         handle.remove()
         gradient = parameter.grad
         mark: _Mark | None = None if gradient is None else vars(gradient).get(_MARK)
         if gradient is not None and mark is not None:
-            setattr(gradient, _MARK, mark._replace(zeroed=version(gradient) != mark.version))
+            zeroed = version(gradient) != mark.version
+            setattr(gradient, _MARK, mark._replace(zeroed=zeroed))
+            if not zeroed:
+                _say_once(f"the gradient of {fqn} is not zeroed before the backward pass, which adds to it")
 
     handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
+
+
+def _say_once(what: str) -> None:
+    global _said
+    if not _said:
+        _said = True
+        _log.warning(
+            "%s: cuts of the steps before lack it, later ones have it; zero_grad() belongs into every iteration that begins a new sum", what
+        )
 
 
 def _content(gradient: torch.Tensor) -> Any:
