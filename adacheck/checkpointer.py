@@ -306,8 +306,9 @@ class Checkpointer:
         ranges: dict[int, list[tuple[str, int, int]]] = {}
         for piece in refresh.due(plan, self._step) if plan else ():
             ranges.setdefault(piece.state, []).append((piece.tensor, piece.start, piece.stop))
+        stepped = self._capture.stepped
         draft = self._capture.finish(self._step, ranges, keeper.drifted())
-        for name, content in install.opaque_items(self._inventory, self._extra, self._capture.unattached):
+        for name, content in install.opaque_items(self._inventory, self._extra, self._capture.unattached, stepped=stepped):
             self._writer.send_opaque(name, content)
         self._writer.seal()
         if draft.values or draft.removed:

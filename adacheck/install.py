@@ -41,12 +41,14 @@ class Stateful(Protocol):
 
 
 def opaque_items(
-    inventory: Inventory, extra: Mapping[str, Stateful], unattached: Mapping[str, str] | None = None
+    inventory: Inventory, extra: Mapping[str, Stateful], unattached: Mapping[str, str] | None = None, *, stepped: bool = True
 ) -> list[tuple[str, bytes]]:
     """RNG, hyperparameters and `extra` as they are now, encoded; gradients that are still to be used, and what a cut does not hold.
 
     Args:
         unattached: parameters that an optimizer steps which is not attached, with its class.
+        stepped: whether an optimizer stepped in this iteration. If not, gradients of parameters that no optimizer has, as of those
+            whose masters are stepped, are still to be used too.
 
     Raises:
         UnsupportedTensor: an item of `extra` cannot be stored without loss; names where it sits.
@@ -56,8 +58,11 @@ def opaque_items(
         items.append((OPTIMIZER + name, opaque.encode(OPTIMIZER + name, _groups(inventory, name))))
         if own := own_entries(optimizer):
             items.append((OWN + name, opaque.encode(OWN + name, own)))
-        unspent = accumulated.unspent(inventory.by_optimizer[name])
-        items += [(GRADIENT + fqn, opaque.encode(GRADIENT + fqn, gradient)) for fqn, gradient in unspent.items()]
+    users = [*inventory.optimizers, *([] if stepped else [""])]
+    trained = (live for name in users for live in inventory.by_optimizer[name] if live.kind == "parameter")
+    states = [live for live in trained if live.fqn not in (unattached or ())]
+    unspent = accumulated.unspent(states)
+    items += [(GRADIENT + fqn, opaque.encode(GRADIENT + fqn, gradient)) for fqn, gradient in unspent.items()]
     if unattached:
         items.append((UNATTACHED, opaque.encode(UNATTACHED, dict(unattached))))
     items += [(EXTRA + name, opaque.encode(EXTRA + name, item.state_dict())) for name, item in extra.items()]
@@ -98,7 +103,7 @@ def install(cut: Cut, inventory: Inventory, extra: Mapping[str, Stateful]) -> No
     with torch.no_grad():
         _write_states(cut, inventory)
         gradients = {name.removeprefix(GRADIENT): value for name, value in decoded.items() if name.startswith(GRADIENT)}
-        accumulated.put_back((live for live in inventory.states.values() if live.optimizer is not None), gradients)
+        accumulated.put_back((live for live in inventory.states.values() if live.kind == "parameter"), gradients)
     for name, item in extra.items():
         item.load_state_dict(decoded[EXTRA + name])
     install_rng(decoded[RNG])

@@ -135,7 +135,7 @@ def programs(draw: st.DrawFn) -> Program:
         edits = [edit for edit in edits if edit.what not in ("clear one", "freeze", "unfreeze")]
     late = added is not None or any(edit.what == "unfreeze" for edit in edits)
     zeros = not late and draw(st.integers(0, 3)) == 0
-    if loop not in ("closure", "backward", "micro") and not zeros:  # gradients of parameters that no optimizer has are not kept
+    if loop not in ("closure", "backward") and not zeros:  # spent gradients of parameters that no optimizer has are not kept
         optims = [replace(optim, masters=_can_have_masters(optim, added, parts) and draw(st.booleans())) for optim in optims]
     scheduled = added is None and loop != "micro" and draw(st.booleans())
     return Program(

@@ -106,6 +106,26 @@ def with_own(after: Callable[[Job, int], None] = lambda job, n: None) -> Make:
     return make
 
 
+def test_gradients_for_a_master_that_are_not_used_yet_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`ckpt.step()` after every backward pass, of which the masters take every fourth sum: step 14 is half way."""
+
+    def accumulate(job: Job, n: int) -> None:
+        torch.autograd.backward(job.model(torch.randn(5, 12).bfloat16()).square().mean())
+        if n % 4 == 0:
+            for weight, master in pairs(job):
+                assert weight.grad is not None
+                master.grad = weight.grad.float()
+            job.optimizer.step()
+            each(copy_seen)(job, n)
+            job.model.zero_grad()
+
+    def make(seed: int) -> Job:
+        job = with_masters(each(copy_seen))(seed)
+        return Job(job.model, job.optimizers, accumulate)
+
+    survives(tmp_path, make, caplog)
+
+
 @pytest.mark.parametrize("copy", [copy_seen, copy_unseen])
 def test_a_weight_whose_master_is_elsewhere_is_not_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture, copy: Write) -> None:
     found = survives(tmp_path, with_masters(each(copy)), caplog)
