@@ -1,7 +1,7 @@
 """Checks a whole store, read-only and beside a running trainer, and yields a `Finding` for each thing that is wrong. Without torch.
 
-Order: the records at the top of the object tier, the records of the NVMe copy, the full checkpoints, the slots, what nobody names,
-and at last which cut a restore would return, given all that was found.
+Order: the object tier (records, full checkpoints, what nobody names), then NVMe; at last which cut a restore would return, given all
+that was found, and for it the findings on NVMe wait: what to do about them follows from that cut.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import Damaged
 from adacheck.backends.lmdb_store import LmdbBackend
+from adacheck.check_advice import BY_NEWEST_CUT, advised, no_full, unlisted
 from adacheck.check_cut import NewestCut, newest_cut
 from adacheck.check_full import check_contents, check_manifest
 from adacheck.check_nvme import CopyRecords, check_records, check_slots, note_unreferenced
@@ -32,7 +33,7 @@ from adacheck.sources import gather, moment_of
 STALE_S = 3600.0
 """An upload untouched for so long belongs to a process that was killed."""
 
-_COPY = Consequence("every cut of this NVMe copy", "move the directory away; a restart makes a new copy from the newest full checkpoint")
+_COPY = Consequence("every cut of this NVMe copy", BY_NEWEST_CUT)
 _NO_CUT = Consequence("everything", "put damaged objects back from a copy of the store; what is named above says which")
 
 
@@ -92,12 +93,16 @@ class Check:
             copy, copy_found = self._copy_records(nvme, top)
             top, top_found = self._complete(look, top, copy)
             self.top, self.copy = top, copy
-            yield from (*top_found, *found, *copy_found)
+            yield from top_found
             yield from self._fulls(top)
             yield from self._leftovers(top)
-            if nvme is not None:
-                yield from self._slots(nvme, copy)
-            yield from self._no_cut(top, nvme)
+            held = [*found, *copy_found, *(self._slots(nvme, copy) if nvme is not None else ())]
+            self._bad |= {finding.name for finding in held if finding.severity is Severity.DAMAGE}
+            no_cut = self._no_cut(top, nvme)
+            yield from (advised(finding, self.newest) for finding in held)
+            yield from no_cut
+            if self.newest is not None and self.newest.tier == Tier.NVME and not top.fulls:
+                yield no_full(self.newest)
 
     def _look(self, backend: Backend | None = None) -> Look:
         return Look(backend or self._backend, Tier.OBJECT if backend is None else Tier.NVME, self._sample)
@@ -228,8 +233,7 @@ class Check:
                     Kind.NOT_LIVE, Tier.OBJECT, folder, "cuts of the live lineage", what, "nothing; the next full checkpoint drops it"
                 )
             elif folder not in listed and self._backend.stat(key) is not None:
-                remedy = "nothing: it is being written, or was left by a process that was killed; a later full checkpoint removes it"
-                yield note(Kind.UNLISTED, Tier.OBJECT, folder, "a version that lists it", "none does", remedy)
+                yield unlisted(folder, earlier=any(folder == full.folder for version in top.versions for full in version.fulls))
         for upload in self._backend.uploads():
             if self._now_unix_s - upload.touched_unix_s >= STALE_S:
                 what, remedy = f"untouched for {STALE_S:.0f} s", "nothing; --gc removes it when it is old"

@@ -87,7 +87,7 @@ def _check_shard(look: Look, key: str, shard: Shard, manifests: Manifests, conse
             look.add(Kind.TRUNCATED, key, expected, f"{size} bytes", consequence)
         elif found != shard.digest:
             what = f"{size} bytes with digest {found.hex()[:16]}; bad: {', '.join(bad[:5]) or 'the header'}" + (", …" if bad[5:] else "")
-            look.add(Kind.BIT_FLIP, key, expected, what, consequence)
+            look.add(Kind.WRONG_BYTES, key, expected, what, consequence)
         elif bad:
             look.add(Kind.MALFORMED, key, "the tensor digests of the manifest", f"others for {', '.join(bad[:5])}", consequence)
 
@@ -178,7 +178,7 @@ def _check_opaque(look: Look, key: str, folder: str, manifests: Manifests, conse
         else:
             bad = [item.tensor for item in manifest.opaque if digest(content[item.start : item.stop]) != item.digest]
             what = f"{size} bytes; bad: {', '.join(bad) or 'what lies between the items'}"
-            look.add(Kind.BIT_FLIP, key, f"{expected} with their digests", what, consequence)
+            look.add(Kind.WRONG_BYTES, key, f"{expected} with their digests", what, consequence)
 
 
 def holds_items(content: bytes, manifest: Full) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from adacheck.check_advice import BY_NEWEST_CUT
 from adacheck.check_history import check_chunks
 from adacheck.check_records import Consequence, Look, note_set_aside
 from adacheck.errors import DamagedCut
@@ -27,8 +28,7 @@ from adacheck.sense import senseless
 from adacheck.sense_chain import unfounded
 
 _SLOTS = (keys.Kind.INCREMENT_SLOT, keys.Kind.BASE_SLOT, keys.Kind.STAGED_SLOT)
-_AGAIN = "a restart makes a new copy from the newest full checkpoint; until then restore from the object tier"
-_COPY = Consequence("every cut of this NVMe copy", _AGAIN)
+_COPY = Consequence("every cut of this NVMe copy", BY_NEWEST_CUT)
 _FENCE = Consequence("the guard against a process of an older incarnation that still writes", "restart the run: it writes a new one")
 
 
@@ -159,7 +159,7 @@ def _check_increments(look: Look, found: CopyRecords, chain: Chain, forks: Colle
     for problem in links.verify(sorted(contents.items()), chain.anchor_step, chain.anchor_link, expect, senseless):
         bad.add(problem.step)
         lost = f"the cuts of this NVMe copy from step {problem.step} on; those before it are intact"
-        look.damage(keys.increment(chain.generation, problem.step), problem, Consequence(lost, _AGAIN))
+        look.damage(keys.increment(chain.generation, problem.step), problem, Consequence(lost, BY_NEWEST_CUT))
     for step, key in steps:
         content = contents[step]
         if step in bad or content is None:
@@ -181,7 +181,7 @@ def _check_founded(look: Look, found: CopyRecords, chain: Chain, first_bad: int 
         for step, reason in unfounded(bases, increments):
             lost = f"the cuts of this NVMe copy from step {step} on; those before it are intact"
             problem = Problem(Fault.MALFORMED, step, "states that are there", reason)
-            look.damage(keys.increment(chain.generation, step), problem, Consequence(lost, _AGAIN))
+            look.damage(keys.increment(chain.generation, step), problem, Consequence(lost, BY_NEWEST_CUT))
 
 
 def check_slots(look: Look, found: CopyRecords) -> None:
@@ -220,7 +220,7 @@ def _slot_consequence(key: str, found: CopyRecords) -> Consequence:
     if key in found.staged:
         return Consequence("the full checkpoint that was to be uploaded from it", "nothing; the next one is staged anew")
     step = found.increments[key].step
-    return Consequence(f"the cut of step {step} on this NVMe copy, and every later one that is replayed through it", _AGAIN)
+    return Consequence(f"the cut of step {step} on this NVMe copy, and every later one that is replayed through it", BY_NEWEST_CUT)
 
 
 def note_unreferenced(look: Look, found: CopyRecords) -> None:

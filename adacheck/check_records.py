@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -124,8 +125,10 @@ def note_set_aside(look: Look, names: Iterable[str]) -> set[str]:
         if parsed is not None:
             found.setdefault(name.removesuffix(f"/{parsed[1]}"), set()).add(parsed[1])
     for folder, before in found.items():
-        what = f"{len(before)} objects that a repair could not mend"
-        remedy = f"look at them if you like; --gc removes them when they are old ({keys.QUARANTINE_PREFIX})"
+        begun = time.gmtime(int(folder.removeprefix(keys.QUARANTINE_PREFIX)))
+        what = f"{len(before)} objects that a repair set aside at {time.strftime('%Y-%m-%d %H:%M:%S', begun)} UTC"
+        where = "they are keys within data.mdb, no files; " if look.tier is Tier.NVME else ""
+        remedy = f"nothing: {where}--gc removes them when they are old"
         look.findings.append(note(Kind.SET_ASIDE, look.tier, folder, "nothing set aside", what, remedy))
     return set().union(*found.values())
 

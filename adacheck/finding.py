@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """`damage`: something is lost, or will be when it is needed. `note`: worth knowing, and nothing is lost by it."""
+    """`damage`: something is lost, or will be when it is needed. `note`: worth knowing, and nothing is lost by it now."""
 
     DAMAGE = "damage"
     NOTE = "note"
@@ -19,7 +19,7 @@ class Kind(StrEnum):
     MISSING = "missing"
     ZERO_LENGTH = "zero length"
     TRUNCATED = "truncated"
-    BIT_FLIP = "bit flip"
+    WRONG_BYTES = "wrong bytes"
     SWAPPED = "swapped"
     GAP = "gap"
     SPLICED = "spliced"
@@ -35,6 +35,8 @@ class Kind(StrEnum):
     """A name that this project never writes, or an object that no record names."""
     UNLISTED = "unlisted"
     """A folder of a full checkpoint that the newest version does not list."""
+    NO_FULL = "no full checkpoint"
+    """The object tier holds none, and a cut can be restored all the same: from NVMe, on one host."""
     STALE_UPLOAD = "stale upload"
     NOT_LIVE = "not live"
     """Intact, and cut off by a later incarnation that started from an earlier cut."""

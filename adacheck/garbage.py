@@ -181,7 +181,7 @@ class Garbage:
             with LmdbBackend(path, create=False) as nvme:
                 yield from self._quarantine(Tier.NVME, nvme)
         except Busy as error:
-            yield Kept(Tier.NVME, str(path), f"a trainer is running: {error}")
+            yield Kept(Tier.NVME, str(path), f"in use by {error.holder}; run it again when that has ended")
 
     def _is_nvme(self, key: str) -> bool:
         """Whether it is a file of an NVMe directory inside the object tier's."""

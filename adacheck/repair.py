@@ -137,9 +137,13 @@ def _open_nvme(config: StoreConfig, objects: Backend, stack: ExitStack) -> tuple
     try:
         nvme, aside = open_copy(path)
     except Busy as error:
-        raise StoreBusy(f"run {first.run} is being trained on this host: {error}; repair it when that has ended") from error
+        raise StoreBusy(f"run {first.run} is in use on this host by {error.holder}; repair it when that has ended") from error
     stack.enter_context(nvme)
-    what = aside if aside is not None else f"{file} was gone: an empty copy was made" if absent else None
+    what = f"given up: {aside}" if aside is not None else f"{file} was gone: an empty copy was made" if absent else None
     if what is None:
         return nvme, [], []
-    return nvme, [Action(Tier.NVME, str(path), what)], [finding for finding in found if finding.name == str(file)]
+    return (
+        nvme,
+        [Action(Tier.NVME, str(path), what, given_up=aside is not None)],
+        [finding for finding in found if finding.name == str(file)],
+    )

@@ -22,11 +22,12 @@ MOVED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a repair did, in words."""
+    """One thing that a repair did, in words; `given_up`: a cut that could not be mended is lost by it."""
 
     tier: Tier
     name: str
     what: str
+    given_up: bool = False
 
 
 @dataclass
@@ -81,10 +82,11 @@ class Case:
         backend.put_many([*items, (key, content)])
         self.actions.append(Action(tier, key, what))
 
-    def move(self, tier: Tier, names: Iterable[str], what: str) -> None:
+    def move(self, tier: Tier, names: Iterable[str], what: str, *, given_up: bool = False) -> None:
         """Set objects aside; of one that is gone already an empty one is left there, to say so."""
         backend, batch, batch_bytes = self.tier(tier), list[Item](), 0
         assert backend is not None
+        where = "within data.mdb" if tier is Tier.NVME else f"under {keys.quarantined(self.now_unix_s, '')}"
         for name in names:
             content = self.content(tier, name)
             batch += [(keys.quarantined(self.now_unix_s, name), content or b""), (name, None)]
@@ -92,7 +94,7 @@ class Case:
             if batch_bytes >= MOVED_BYTES:
                 backend.put_many(batch)
                 batch, batch_bytes = [], 0
-            self.actions.append(Action(tier, name, f"{what}; set aside under {keys.quarantined(self.now_unix_s, '')}"))
+            self.actions.append(Action(tier, name, f"{what}; set aside {where}", given_up))
         if batch:
             backend.put_many(batch)
 

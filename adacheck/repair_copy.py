@@ -42,7 +42,7 @@ def truncate_copy(case: Case) -> None:
     generation = sources.scan.chain.generation
     names = [(key, keys.parse(key)) for key in case.nvme.list(keys.increments_prefix(generation))]
     above = [key for key, name in names if name is not None and name.step > cut.step]
-    case.move(Tier.NVME, sorted(above, reverse=True), f"above step {cut.step}, the newest good cut")
+    case.move(Tier.NVME, sorted(above, reverse=True), f"given up, above step {cut.step}, the newest good cut", given_up=True)
     staged = {name.step for name in damaged.values() if name.kind in (K.STAGED, K.STAGED_SLOT)}
     for step in staged:
         case.move(Tier.NVME, list(case.nvme.list(keys.staged_prefix(generation, step))), "staged for a full checkpoint that never came")
@@ -54,5 +54,5 @@ def _set_all_aside(case: Case) -> None:
     """The head record goes last: until then the next repair goes on where this one stopped."""
     assert case.nvme is not None
     names = [key for key in case.nvme.list("") if keys.parse_quarantined(key) is None and key not in (keys.CHAIN, keys.FENCE)]
-    case.move(Tier.NVME, names, "no cut can be restored from this copy")
-    case.move(Tier.NVME, [keys.CHAIN], "no cut can be restored from this copy")
+    case.move(Tier.NVME, names, "given up: no cut can be restored from this copy", given_up=True)
+    case.move(Tier.NVME, [keys.CHAIN], "given up: no cut can be restored from this copy", given_up=True)

@@ -48,8 +48,15 @@ def publish_what_is_whole(case: Case) -> None:
     without = f", without {', '.join(sorted(broken))}" if broken else ""
     again = f", and again {', '.join(sorted(lost))}" if lost else ""
     case.actions.append(Action(Tier.OBJECT, keys.version(number, version.number), f"published: {listed}{without}{again}"))
+    case.actions += [_given_up(full) for full in case.check.top.fulls if full.folder in broken]
     if damaged:
         case.move(Tier.OBJECT, _superseded(case, damaged), "a version that cannot be read, or that one follows")
+
+
+def _given_up(full: FullEntry) -> Action:
+    what = f"the full checkpoint of step {full.step} is given up: it is damaged, and nothing in the store can mend it"
+    remain = "its files stay there until --gc, or a later full checkpoint, removes them"
+    return Action(Tier.OBJECT, full.folder, f"{what}; {remain}", given_up=True)
 
 
 def _may_publish(case: Case, number: int) -> bool:

@@ -44,7 +44,8 @@ class DirectoryLock:
                 holder = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
                 os.close(self._descriptor)
                 if isinstance(error, (BlockingIOError, PermissionError)):
-                    raise Busy(f"{path.parent} is in use by process {holder or 'unknown'}; stop it, or choose another directory") from error
+                    who = f"process {holder or 'unknown'}"
+                    raise Busy(f"{path.parent} is in use by {who}; stop it, or choose another directory", holder=who) from error
                 raise translate_os_error(error, f"lock {path}") from error
             self._pid = os.getpid()
             status = os.fstat(self._descriptor)
@@ -66,4 +67,5 @@ class DirectoryLock:
             return
         holder = _held.get((status.st_dev, status.st_ino))
         if holder == os.getpid():
-            raise Busy(f"{self._path.parent} is open already in this process ({holder}); close that one first, or share it")
+            message = f"{self._path.parent} is open already in this process ({holder}); close that one first, or share it"
+            raise Busy(message, holder=f"this process ({holder})")

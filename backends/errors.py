@@ -33,7 +33,15 @@ class Denied(BackendError):
 
 
 class Busy(BackendError):
-    """Another process, or this one, has the backend open; the message names who."""
+    """Another process, or this one, has the backend open; the message names who.
+
+    Attributes:
+        holder: who, in a few words.
+    """
+
+    def __init__(self, message: str, *, holder: str = "another process") -> None:
+        super().__init__(message)
+        self.holder = holder
 
 
 class Damaged(BackendError):

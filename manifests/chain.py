@@ -29,7 +29,7 @@ class Kind(StrEnum):
     MISSING = "missing"
     ZERO_LENGTH = "zero length"
     TRUNCATED = "truncated"
-    BIT_FLIP = "bit flip"
+    WRONG_BYTES = "wrong bytes"
     SWAPPED = "swapped"
     GAP = "gap"
     SPLICED = "spliced"
@@ -65,7 +65,7 @@ class Expect:
 _KINDS: dict[type[FormatError], Kind] = {
     ZeroLength: Kind.ZERO_LENGTH,
     Truncated: Kind.TRUNCATED,
-    BitFlip: Kind.BIT_FLIP,
+    BitFlip: Kind.WRONG_BYTES,
     WrongRecord: Kind.SWAPPED,
     NewerFormat: Kind.NEWER_FORMAT,
     NotARecord: Kind.NOT_A_RECORD,
@@ -226,7 +226,7 @@ def check_segment(step: int, segment: Segment, content: Buffer | None, others: M
         return Problem(Kind.SWAPPED, step, expected, f"the bytes of {others[digest]}")
     if size < segment.stored_bytes:
         return Problem(Kind.TRUNCATED, step, expected, f"{size} bytes")
-    return Problem(Kind.BIT_FLIP, step, f"{expected} with digest {_short(segment.digest)}", f"{size} bytes with digest {_short(digest)}")
+    return Problem(Kind.WRONG_BYTES, step, f"{expected} with digest {_short(segment.digest)}", f"{size} bytes with digest {_short(digest)}")
 
 
 def _short(digest: bytes) -> str:

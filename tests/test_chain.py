@@ -98,7 +98,7 @@ def test_any_bit_flip_is_one_bit_flip(at: int, data: st.DataObject) -> None:
     damaged = bytearray(content(entries, at))
     bit = data.draw(st.integers(0, 8 * len(damaged) - 1))
     damaged[bit // 8] ^= 1 << bit % 8
-    assert kinds(put(entries, at, bytes(damaged))) == [(Kind.BIT_FLIP, 11 + at)]
+    assert kinds(put(entries, at, bytes(damaged))) == [(Kind.WRONG_BYTES, 11 + at)]
 
 
 @given(st.integers(0, 7), st.data())
@@ -175,7 +175,7 @@ FAULTS: dict[Kind, Entries] = {
     Kind.MISSING: put(good(), 3, None),
     Kind.ZERO_LENGTH: put(good(), 3, b""),
     Kind.TRUNCATED: put(good(), 3, content(good(), 3)[:100]),
-    Kind.BIT_FLIP: put(good(), 3, content(good(), 3)[:-1] + b"?"),
+    Kind.WRONG_BYTES: put(good(), 3, content(good(), 3)[:-1] + b"?"),
     Kind.SWAPPED: put(good(), 3, encode(BASE)),
     Kind.GAP: good()[:3] + good()[4:],
     Kind.SPLICED: put(good(), 3, encode(chain.append(increment(14, run=OTHER_RUN), linked_at(good(), 2).link))),
@@ -242,8 +242,8 @@ OTHERS = chain.places(9, [SEGMENT, replace(SEGMENT, slot=8, digest=blake3.blake3
         (b"", Kind.ZERO_LENGTH, "an empty object"),
         (BYTES[:199], Kind.TRUNCATED, "199 bytes"),
         (NEIGHBOUR, Kind.SWAPPED, "the bytes of slot 8 of step 9"),
-        (b"\x01" + BYTES[1:], Kind.BIT_FLIP, "200 bytes with digest"),
-        (BYTES + b"\0", Kind.BIT_FLIP, "201 bytes with digest"),
+        (b"\x01" + BYTES[1:], Kind.WRONG_BYTES, "200 bytes with digest"),
+        (BYTES + b"\0", Kind.WRONG_BYTES, "201 bytes with digest"),
     ],
 )
 def test_each_fault_of_a_segment_has_a_kind_of_its_own(stored_bytes: bytes | None, kind: Kind, text: str) -> None:
@@ -266,7 +266,7 @@ def test_any_bit_flip_of_a_segment_is_found(bit: int) -> None:
     damaged = bytearray(BYTES)
     damaged[bit // 8] ^= 1 << bit % 8
     problem = chain.check_segment(9, SEGMENT, damaged, OTHERS)
-    assert problem is not None and problem.kind is Kind.BIT_FLIP
+    assert problem is not None and problem.kind is Kind.WRONG_BYTES
 
 
 def test_segments_lists_every_segment_of_an_increment() -> None:

@@ -35,8 +35,8 @@ def expected_kind(kind: keys.Kind, way: str) -> Kind:
     if way == "delete":
         return {K.INCREMENT: Kind.GAP, K.STAGED: Kind.ORPHAN}.get(kind, Kind.MISSING)
     if way == "splice":
-        return Kind.BIT_FLIP if kind in RAW else Kind.SPLICED
-    return {"flip": Kind.BIT_FLIP, "empty": Kind.ZERO_LENGTH, "truncate": Kind.TRUNCATED, "swap": Kind.SWAPPED}[way]
+        return Kind.WRONG_BYTES if kind in RAW else Kind.SPLICED
+    return {"flip": Kind.WRONG_BYTES, "empty": Kind.ZERO_LENGTH, "truncate": Kind.TRUNCATED, "swap": Kind.SWAPPED}[way]
 
 
 class Runs:
@@ -176,7 +176,7 @@ def test_two_faults_are_two_findings_and_cost_what_they_cost(runs: Runs, tmp_pat
     second = store.names(K.SHARD)[-1]
     store.write(K.SHARD, second, CHANGES["flip"](store.read(K.SHARD, second)))
     code, report = check(store, "--read-data")
-    assert code == 4 and {(f["name"], f["kind"]) for f in report["findings"]} == {(first, Kind.BIT_FLIP), (second, Kind.BIT_FLIP)}
+    assert code == 4 and {(f["name"], f["kind"]) for f in report["findings"]} == {(first, Kind.WRONG_BYTES), (second, Kind.WRONG_BYTES)}
     assert report["newest_cut"]["step"] == 4, "neither NVMe nor the newest full checkpoint"
     ended, described = restored(store, tmp_path / "out")
     assert described is not None and described["step"] == 4 and digests(described) == runs.expected["4"]

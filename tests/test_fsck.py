@@ -150,7 +150,7 @@ def test_a_finding_is_told_in_words(golden: Copy) -> None:
     ended = run_tool(fsck.main, golden.uri, "--read-data")
     assert ended.code == 4
     for words in (
-        f"bit flip: nvme {name}",
+        f"wrong bytes: nvme {name}",
         "expected ",
         "found ",
         "lost     every cut of this NVMe copy",
@@ -215,6 +215,35 @@ def test_the_default_nvme_directory_inside_the_object_tier_is_no_orphan(golden: 
     ended = run_tool(fsck.main, f"file://{golden.root}/objects", "--read-data", "--json")
     assert ended.code == 0 and report_of(ended.out)["findings"] == []
     assert report_of(ended.out)["newest_cut"]["step"] == 11
+
+
+def test_advice_follows_from_the_newest_cut(golden: Copy) -> None:
+    """A slot of the oldest increment is not needed by the newest cut; one of a base is, and then a full checkpoint is the newest."""
+    slots = golden.names(keys.Kind.INCREMENT_SLOT)
+    golden.write(keys.Kind.INCREMENT_SLOT, slots[0], bytes(len(golden.read(keys.Kind.INCREMENT_SLOT, slots[0]))))
+    (finding,) = report_of(run_tool(fsck.main, golden.uri, "--read-data", "--json").out)["findings"]
+    assert (finding["kind"], finding["name"]) == ("wrong bytes", slots[0])
+    assert finding["remedy"].startswith("a restore takes step 11 from lmdb:") and "which does not need it" in finding["remedy"]
+    base = damage(golden, golden, keys.Kind.BASE_SLOT, "flip")
+    report = report_of(run_tool(fsck.main, golden.uri, "--read-data", "--json").out)
+    remedies = {finding["name"]: finding["remedy"] for finding in report["findings"]}
+    assert remedies.keys() == {slots[0], base}
+    assert all(text.startswith("a restore takes step 8 from full/") for text in remedies.values()), remedies
+
+
+def test_exit_codes_are_worded_alike() -> None:
+    words = {
+        0: "no damage",
+        1: "all damage was repaired or given up",
+        4: "damage is left",
+        8: "it could not work",
+        16: "it was called wrongly",
+    }
+    said = ", ".join(f"{code}: {text}" for code, text in words.items())
+    shown = " ".join(run_tool(fsck.main, "--help").out.split())
+    assert f"{said}." in shown and f"`adacheck-fsck` ends with {said}." in (ROOT / "README.md").read_text()
+    operations = (ROOT / "docs" / "operations.md").read_text()
+    assert all(f"| {code} | {text}" in operations for code, text in words.items())
 
 
 def test_json_has_the_fields_it_promises(golden: Copy) -> None:

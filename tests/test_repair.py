@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -207,6 +208,47 @@ def test_the_tool_says_what_it_does_and_ends_with_1(small: Small, store: Copy) -
     assert report["findings"] == [] and report["newest_cut"]["step"] == STEPS
 
 
+@pytest.mark.parametrize("way", ["flip", "delete"])
+def test_a_full_checkpoint_that_is_given_up_is_named(store: Copy, way: str) -> None:
+    """The flip is of more than one bit, which nothing can turn back."""
+    folders = {key.rpartition("/")[0] for key in store.names(K.MANIFEST)}
+    for key in store.names(K.SHARD):
+        store.write(K.SHARD, key, None if way == "delete" else bytes([store.read(K.SHARD, key)[0] ^ 0xFF]) + store.read(K.SHARD, key)[1:])
+    ended = run_tool(fsck.main, store.uri, "--repair")
+    assert ended.code == 1, ended.out
+    for folder in folders:
+        assert f"object {folder}: the full checkpoint of step {step_of(folder)} is given up" in ended.out
+        assert f"unlisted: object {folder}" in ended.out and "a repair gave it up; --gc, or a later full checkpoint" in ended.out
+        assert "lost     this full checkpoint, when it was dropped or given up" in ended.out
+    assert "no full checkpoint: object full/" in ended.out and "only NVMe of this host can restore, step 11" in ended.out
+    after = run_tool(fsck.main, store.uri)
+    assert after.code == 0 and "start the run: it publishes one" in after.out
+
+
+def step_of(folder: str) -> int:
+    name = keys.parse(keys.manifest(folder))
+    assert name is not None
+    return name.step
+
+
+def test_many_objects_are_told_in_one_line_and_each_in_json(small: Small, store: Copy, tmp_path: Path) -> None:
+    """An increment cut short in the middle of the chain: all that is above the newest full checkpoint is given up."""
+    name, _ = victim(store, K.INCREMENT)
+    store.write(K.INCREMENT, name, store.read(K.INCREMENT, name)[:-7])
+    same = store.copied(tmp_path / "same")
+    text = run_tool(fsck.main, store.uri, "--repair")
+    lines = [line for line in text.out.splitlines() if "given up" in line]
+    report = json.loads(run_tool(fsck.main, same.uri, "--repair", "--json").out)
+    given_up = [action for action in report["actions"] if action["given_up"]]
+    assert text.code == 1 and len(given_up) > 20 and len(lines) == 1, text.out
+    assert lines[0].startswith(f"nvme {len(given_up)} objects of steps ") and lines[0].endswith("set aside within data.mdb")
+    (noted,) = [found for found in report["left"] if found["kind"] == Kind.SET_ASIDE]
+    assert noted["remedy"] == "nothing: they are keys within data.mdb, no files; --gc removes them when they are old"
+    assert re.search(r" a repair set aside at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC$", noted["found"])
+    gone = run_tool(fsck.main, store.uri, "--gc", "--older-than", "0s")
+    assert f"removed nvme {len(given_up)} objects of steps " in gone.out and len(gone.out.splitlines()) == 2, gone.out
+
+
 def test_what_cannot_be_repaired_ends_with_4(store: Copy) -> None:
     shutil.rmtree(store.root / "nvme")
     for key in store.names(K.MANIFEST):
@@ -227,6 +269,7 @@ def test_an_lmdb_file_that_cannot_be_read_is_moved_away(small: Small, store: Cop
     report = json.loads(ended.out)
     moved = file.parent.with_name("0.damaged-1")
     assert ended.code == 1 and report["clean"] and moved.is_dir(), ended.err
+    assert [action["given_up"] for action in report["actions"]] == [True]
     assert (str(file), "damage") in {(found["name"], found["severity"]) for found in report["findings"]}
     assert [(found["kind"], found["severity"]) for found in report["left"]] == [(Kind.SET_ASIDE, "note")]
     assert str(moved) in report["left"][0]["name"] and report["newest_cut"]["step"] == NEWEST_FULL
@@ -241,6 +284,9 @@ def test_a_trainer_of_this_host_keeps_a_repair_out(store: Copy) -> None:
         assert trainer.stdout is not None and trainer.stdout.readline() == "open\n"
         ended = run_tool(fsck.main, store.uri, "--repair")
         assert ended.code == 8 and f"process {trainer.pid}" in ended.err and "repair it when that has ended" in ended.err, ended.err
+        assert "choose another directory" not in ended.err
+        kept = run_tool(fsck.main, store.uri, "--gc")
+        assert f"kept nvme {store.nvme}: in use by process {trainer.pid}; run it again when that has ended" in kept.out
         trainer.communicate("\n")
     assert content_of_files(store) == before
 

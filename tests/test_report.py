@@ -283,7 +283,7 @@ def test_whatever_a_store_says_renders(
     rows: list[tuple[int, Row]], incarnations: list[Incarnation], cuts: list[int], fulls: list[FullEntry]
 ) -> None:
     table = [ForkEntry(number, cut, True) for number, cut in enumerate(cuts)]
-    finding = Finding(Severity.DAMAGE, FindingKind.BIT_FLIP, Tier.NVME, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+    finding = Finding(Severity.DAMAGE, FindingKind.WRONG_BYTES, Tier.NVME, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)
     facts = Facts(
         HOSTILE,
         HOSTILE,

@@ -14,8 +14,7 @@ from adacheck.errors import AdacheckError, ConfigError, NoCut
 from adacheck.manifests.errors import FormatError
 
 CLEAN, REPAIRED, UNCORRECTED, OPERATIONAL, USAGE = 0, 1, 4, 8, 16
-"""Nothing is wrong; damage was found and all of it repaired; damage is left, or nothing can be restored;
-the tool could not do its work; it was called wrongly."""
+"""No damage; all damage was repaired or given up; damage is left, or nothing can be restored; it could not work; it was called wrongly."""
 
 _USAGE_OF_TYPER = 2
 

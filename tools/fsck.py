@@ -2,10 +2,10 @@
 
 `--json` prints one object: `version` (1), `uri`, `run`, `clean` (no damage), `newest_cut` (`step`, `source`, `tier`, or null),
 `checked` (`objects`, `read_bytes`, `data`: the share of bytes read, `seed`), and `findings`, each with `severity` (`damage` or
-`note`), `kind`, `tier`, `name`, `expected`, `found`, `lost`, `remedy`. With `--repair` also `actions` (`tier`, `name`, `what`) and
-`left`, the findings after it (`clean` and `newest_cut` are then those after it, too). `--gc` prints `version`, `uri`, `removed`
-(`tier`, `name`, `size_bytes`, `what`), `removed_bytes`, and `kept` (`tier`, `name`, `why`). Fields may be added; none changes its
-meaning in version 1.
+`note`), `kind`, `tier`, `name`, `expected`, `found`, `lost`, `remedy`. With `--repair` also `actions` (`tier`, `name`, `what`,
+`given_up`: a cut is lost by it) and `left`, the findings after it (`clean` and `newest_cut` are then those after it, too). `--gc`
+prints `version`, `uri`, `removed` (`tier`, `name`, `size_bytes`, `what`), `removed_bytes`, and `kept` (`tier`, `name`, `why`). Text
+tells what was done to many objects in one line, JSON for each. Fields may be added; none changes its meaning in version 1.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from adacheck.reading import open_objects, reading_config
 from adacheck.repair import repair
 from adacheck.repair_case import Action
 from adacheck.tools.exit_codes import CLEAN, OPERATIONAL, REPAIRED, UNCORRECTED, reported, run
+from adacheck.tools.summed import summed
 
 JSON_VERSION = 1
 
@@ -117,7 +118,7 @@ def fsck(
 ) -> None:
     """Check a store, without changing it unless asked to.
 
-    Ends with 0: clean, 1: all damage repaired, 4: damage is left, 8: could not work, 16: wrong call.
+    Ends with 0: no damage, 1: all damage was repaired or given up, 4: damage is left, 8: it could not work, 16: it was called wrongly.
     """
     sample, age = sample_of(read_data, read_data_subset), age_s(older_than)
     if gc and (repair_ or read_data or read_data_subset):
@@ -151,11 +152,13 @@ def _check(parsed: StoreConfig, uri: str, sample: Sample, console: Console) -> i
 
 
 def _repair(parsed: StoreConfig, uri: str, sample: Sample, console: Console) -> int:
-    def say(action: Action) -> None:
-        console.print(f"{action.tier} {action.name}: {action.what}", markup=False, highlight=False)
-
-    with open_objects(parsed, writing=True) as objects:
-        done = repair(parsed, objects, sample, say=say)
+    said: list[Action] = []
+    try:
+        with open_objects(parsed, writing=True) as objects:
+            done = repair(parsed, objects, sample, say=said.append)
+    finally:  # a repair that failed has done these, too
+        for line in summed((action.tier, action.name, action.what) for action in said):
+            console.print(line, markup=False, highlight=False)
     seen = (done.run, done.newest, done.objects, done.read_bytes)
     for finding in done.left:
         show(console, finding)
@@ -170,14 +173,18 @@ def _repair(parsed: StoreConfig, uri: str, sample: Sample, console: Console) -> 
 def _collect(parsed: StoreConfig, uri: str, older_than_s: float, console: Console) -> int:
     removed: list[Removed] = []
     kept: list[Kept] = []
-    with open_objects(parsed, writing=True) as objects:
-        for each in Garbage(parsed, objects, older_than_s=older_than_s).collect():
-            if isinstance(each, Removed):
-                removed.append(each)
-                console.print(f"removed {each.tier} {each.name}: {each.what}", markup=False, highlight=False)
-            else:
-                kept.append(each)
-                console.print(f"kept {each.tier} {each.name}: {each.why}", markup=False, highlight=False)
+    try:
+        with open_objects(parsed, writing=True) as objects:
+            for each in Garbage(parsed, objects, older_than_s=older_than_s).collect():
+                if isinstance(each, Removed):
+                    removed.append(each)
+                else:
+                    kept.append(each)
+    finally:  # a collection that failed has removed these, too
+        for line in summed((each.tier, each.name, each.what) for each in removed):
+            console.print(f"removed {line}", markup=False, highlight=False)
+        for left in kept:
+            console.print(f"kept {left.tier} {left.name}: {left.why}", markup=False, highlight=False)
     removed_bytes = sum(each.size_bytes for each in removed)
     if console.quiet:
         said = {"removed": [asdict(each) for each in removed], "removed_bytes": removed_bytes, "kept": [asdict(each) for each in kept]}

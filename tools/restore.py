@@ -195,7 +195,7 @@ def restore(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     map_fqn: Annotated[list[str] | None, typer.Option(help="Rename a parameter: old=new, or old.=new. for a prefix.")] = None,
 ) -> None:
-    """Take a cut out of a store. Ends with 0: done, 4: nothing can be restored, 8: could not do it, 16: wrong call."""
+    """Take a cut out of a store. Ends with 0: done, 4: nothing can be restored, 8: it could not work, 16: it was called wrongly."""
     logging.getLogger("adacheck").addHandler(logging.NullHandler())
     wanted, rules = step_of(step), rules_of(map_fqn or [])
     if not list_ and to is None and report is None:

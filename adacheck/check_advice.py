@@ -1,0 +1,40 @@
+"""What findings say of the rest of the store: what a restore takes instead, and what remains where. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from adacheck.check_cut import NewestCut
+from adacheck.finding import Finding, Kind, Severity, Tier, note
+
+BY_NEWEST_CUT = "by the newest cut"
+"""In place of a remedy that only the newest cut can tell."""
+
+
+def advised(finding: Finding, newest: NewestCut | None) -> Finding:
+    """The finding with its remedy, if that was left to the newest cut: a restart begins from the same one as a restore."""
+    if finding.severity is not Severity.DAMAGE or finding.remedy != BY_NEWEST_CUT:
+        return finding
+    if newest is None:
+        return replace(finding, remedy="put the object back from a copy; nothing can be restored without it")
+    goes_on = f"a restore takes step {newest.step} from {newest.source}, which does not need it, and a restart goes on from there"
+    return replace(finding, remedy=f"{goes_on}; --repair mends it, or sets it aside")
+
+
+def no_full(newest: NewestCut) -> Finding:
+    """The newest cut is on NVMe, and the object tier holds no full checkpoint."""
+    found = f"none now; only NVMe of this host can restore, step {newest.step}"
+    remedy = "start the run: it publishes one; if this host is lost before that, nothing can be restored"
+    said = note(Kind.NO_FULL, Tier.OBJECT, "full/", "a full checkpoint, restorable on any host", found, remedy)
+    return replace(said, lost="nothing while NVMe of this host lasts")
+
+
+def unlisted(folder: str, *, earlier: bool) -> Finding:
+    """A folder of a full checkpoint that the newest version does not list; `earlier`: an earlier version does."""
+    expected = "a version that lists it"
+    if earlier:
+        why = "nothing: it was dropped, or a repair gave it up; --gc, or a later full checkpoint, removes it"
+        said = note(Kind.UNLISTED, Tier.OBJECT, folder, expected, "only earlier versions do", why)
+        return replace(said, lost="this full checkpoint, when it was dropped or given up; nothing more")
+    why = "nothing: it is being written, or was left by a process that was killed; a later full checkpoint removes it"
+    return note(Kind.UNLISTED, Tier.OBJECT, folder, expected, "none does", why)
