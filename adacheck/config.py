@@ -71,6 +71,11 @@ class StoreConfig:
         return urlsplit(self.address).scheme
 
     @property
+    def uri(self) -> str:
+        """For people to hand to a tool: address and `nvme`, without the object tier's own options, which may hold a password."""
+        return f"{self.address}?nvme={self.nvme or 'none'}"
+
+    @property
     def zstd_level(self) -> int | None:
         """Level of `compress=zstd:LEVEL`, `None` for no compression."""
         return int(self.compress.removeprefix("zstd:")) if self.compress != "none" else None
@@ -87,9 +92,17 @@ ZSTD_LEVELS = range(1, 20)
 _COMPRESS = ("none", *(f"zstd:{level}" for level in ZSTD_LEVELS))
 _LEAST = {"full_every": 1, "refresh": 1, "log_steps": 2, "keep": 1, "peer_copies": 0, "tolerance": 0}
 _S3_OPTIONS = frozenset({"part_bytes", "request_timeout_s", "profile"})
+_S3_USUAL = ("anon", "client_kwargs", "config_kwargs", "endpoint_url", "key", "secret", "token", "use_ssl", *sorted(_S3_OPTIONS))
+_INTERNAL = frozenset({"asynchronous", "loop", "session"})
+"""Parameters of fsspec's that no URI can hold."""
+
 _SECRETS = frozenset({"key", "secret", "token", "username", "password", "profile"})
 _NAMES = {"bandwidth_bytes_per_s": "bandwidth", "memory_budget_bytes": "memory_budget"}
 OPTIONS = tuple(_NAMES.get(f.name, f.name) for f in fields(StoreConfig) if f.name not in ("address", "storage"))
+_WITHOUT_EFFECT = ("agent", "peer_copies", "redundancy", "tolerance")
+"""Of training in several processes, which this version does not do: taken, and not offered."""
+
+_OFFERED = tuple(name for name in OPTIONS if name not in _WITHOUT_EFFECT)
 
 
 def parse(uri: str, options: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> StoreConfig:
@@ -102,7 +115,8 @@ def parse(uri: str, options: Mapping[str, Any], environment: Mapping[str, str] =
     parts = urlsplit(uri, allow_fragments=False)
     uri = uri.partition("?")[0]  # what messages show: options may hold a password
     _check_scheme(uri, parts.scheme)
-    given: dict[str, Any] = dict(_from_environment(environment))
+    of_environment = _from_environment(environment)
+    given: dict[str, Any] = dict(of_environment)
     query = _query(uri, parts.query)
     given.update(query)
     given.update({name: value for name, value in options.items() if value is not None or name == "nvme"})
@@ -114,6 +128,9 @@ def parse(uri: str, options: Mapping[str, Any], environment: Mapping[str, str] =
         address = f"file://{parts.netloc}{parts.path.rstrip('/')}"
         if parts.netloc or not parts.path.rstrip("/"):
             raise ConfigError(f"{uri!r}: a file address has three slashes and an absolute path, as in file:///data/run-42")
+    for name, text in of_environment.items():
+        if given[name] is text:
+            _check_of_environment(name, text)
     given["nvme"] = _nvme(given.get("nvme", ""), parts.scheme, parts.path, uri)
     return _build(address, given, storage)
 
@@ -128,12 +145,20 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {variables[variable]: value for variable, value in environment.items() if variable in variables}
 
 
+def _check_of_environment(name: str, text: str) -> None:
+    """A value that is refused says where it is, for nobody looks there."""
+    try:
+        _build("", {"nvme": _nvme(text, "", "", "")} if name == "nvme" and text else {"nvme": None, name: text}, {})
+    except ConfigError as error:
+        raise ConfigError(f"{error} (it comes from the environment variable ADACHECK_{name.upper()})") from None
+
+
 def _check_scheme(uri: str, scheme: str) -> None:
     known = known_schemes()
     if not scheme:
         raise ConfigError(f"{uri!r} has no scheme; write file:///path, or one of {', '.join(f'{s}://' for s in known)}")
     if scheme not in known:
-        raise ConfigError(f"unknown scheme {scheme!r} in {uri!r}{_nearest(scheme, known)}; known: {', '.join(known)}")
+        raise ConfigError(f"unknown scheme {scheme!r} in {uri!r}{_nearest(scheme, known, 0.5)}; known: {', '.join(known)}")
 
 
 def _query(uri: str, query: str) -> dict[str, str]:
@@ -149,8 +174,9 @@ def _check_storage(scheme: str, storage: Mapping[str, Any], from_uri: Set[str]) 
     for name in storage:
         if known is not None and name not in known:
             where = "in the URI" if name in from_uri else "given to Store.open"
-            own = f"; of {scheme}: {', '.join(sorted(known))}" if known else ""
-            raise ConfigError(f"unknown option {name!r} {where}{_nearest(name, (*OPTIONS, *known))}; options: {', '.join(OPTIONS)}{own}")
+            own = f"; of s3: {', '.join(_S3_USUAL)}, and s3fs's own" if scheme == "s3" else ""
+            near = _nearest(name, (*_OFFERED, *known - _INTERNAL))
+            raise ConfigError(f"unknown option {name!r} {where}{near}; options: {', '.join(_OFFERED)}{own}")
 
 
 def _storage_options(scheme: str) -> frozenset[str] | None:
@@ -181,8 +207,8 @@ def _parsed(name: str, text: str) -> Any:
     return text
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+def _nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -226,10 +252,7 @@ def _build(address: str, given: dict[str, Any], storage: Mapping[str, Any]) -> S
     if config.agent not in ("auto", "inprocess"):
         raise ConfigError(f"agent={config.agent!r}: this version runs the keeper in process; use agent=auto or agent=inprocess")
     if config.compress not in _COMPRESS:
-        raise ConfigError(
-            f"compress={config.compress!r} is neither none nor zstd:LEVEL with a level from {ZSTD_LEVELS[0]} to {ZSTD_LEVELS[-1]}; "
-            "zstd:1 is the fastest, and higher levels gain nothing on gradients (adacheck-bench shows it)"
-        )
+        raise ConfigError(f"compress={config.compress!r} is neither none nor one of zstd:{ZSTD_LEVELS[0]} to zstd:{ZSTD_LEVELS[-1]}")
     return config
 
 

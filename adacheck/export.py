@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from adacheck.backends.object_store import ObjectStore
 from adacheck.capture import opaque
 from adacheck.digest import tensor_digest_of_bytes
 from adacheck.errors import ConfigError, DamagedCut, ExportFailed
+from adacheck.export_format import Format as Format
 from adacheck.export_optimizer import optimizer_state_dicts
 from adacheck.export_values import loadable, summary
 from adacheck.flat_keys import FlatKeys
@@ -37,14 +37,6 @@ Progress = Callable[[int], None]
 """Told how many bytes were written or compared since the last call."""
 
 TORCH_FILE, DESCRIPTION = "checkpoint.pt", "restored.json"
-
-
-class Format(StrEnum):
-    """What the directory is made of."""
-
-    SAFETENSORS = "safetensors"
-    DCP = "dcp"
-    TORCH = "torch"
 
 
 @dataclass(frozen=True)

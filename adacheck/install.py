@@ -28,6 +28,11 @@ _log = logging.getLogger("adacheck")
 OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """Entries that learning-rate schedulers add to parameter groups."""
 
+_WAYS_OUT = (
+    "nothing was written; change the script back, give a new run another URI, or load what fits with store.reader() "
+    "or adacheck-restore --to DIR (--map-fqn renames)"
+)
+
 RNG, OPTIMIZER, EXTRA = "rng", "optimizer/", "extra/"
 GRADIENT, OWN, UNATTACHED = "gradient/", "own/", "unattached"
 
@@ -96,7 +101,7 @@ def install(cut: Cut, inventory: Inventory, extra: Mapping[str, Stateful]) -> No
     problems = [*_state_problems(cut, inventory, decoded), *_group_problems(decoded, inventory), *_extra_problems(decoded, extra)]
     if problems:
         listed = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise StateMismatch(f"the script does not match the cut at step {cut.step} from {cut.source}:\n  {listed}")
+        raise StateMismatch(f"the script does not match the cut at step {cut.step} from {cut.source}:\n  {listed}\n{_WAYS_OUT}")
     for name, optimizer in inventory.optimizers.items():
         put_own_entries(optimizer, decoded.get(OWN + name, {}))
         _write_groups(optimizer, decoded[OPTIMIZER + name])

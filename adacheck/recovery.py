@@ -106,15 +106,19 @@ def reject(sources: Sources, offers: list[Offer], bad: Offer, step: int, error: 
     if bad.kind is Kind.OBJECT and isinstance(error, (Unavailable, Denied)):
         what = f"the cut at step {step} cannot be read: {error}"
         raise type(error)(f"{what}; try again when {sources.objects.name} answers, or name an older step to restore") from error
-    sources.rejected.append(f"cut {step} from {bad.source}: {error}")
-    _log.warning("rejected: cut %d from %s: %s", step, bad.source, str(error))  # a record kept with the error would keep what was read
-    return without(offers, bad, step, error)
+    left = without(offers, bad, step, error)
+    still = {s for offer in left if offer.source == bad.source for s in offer.steps}
+    fallen = [s for s in sorted(bad.steps) if s not in still and s <= step]
+    line = f"cut {step} from {bad.source}: {error}" + (f"; cuts {ranges(fallen)} there need it" if len(fallen) > 1 else "")
+    sources.rejected.append(line)
+    _log.warning("rejected: %s", line)  # text: a record kept with the error would keep what was read
+    return left
 
 
 def no_cut(sources: Sources, step: int | None, what: str) -> NoCut:
     """The error that there is no such cut, saying which there are and what was rejected."""
     reached = sorted({s for offer in sources.offers() for s in offer.steps})
-    steps = f"offered are steps {_ranges(reached)}" if reached else "no step is offered"
+    steps = f"offered are steps {ranges(reached)}" if reached else "no step is offered"
     if step is not None:
         what = f"step {step}"
         others = [other for other in reached if other != step]
@@ -123,7 +127,7 @@ def no_cut(sources: Sources, step: int | None, what: str) -> NoCut:
     return NoCut(f"run {sources.run} has {what} that can be restored nowhere: {steps}; {why}")
 
 
-def _ranges(steps: list[int]) -> str:
+def ranges(steps: list[int]) -> str:
     """Sorted steps for people: `1, 9 to 12`."""
     starts = [step for at, step in enumerate(steps) if at == 0 or steps[at - 1] != step - 1]
     stops = [step for at, step in enumerate(steps) if at + 1 == len(steps) or steps[at + 1] != step + 1]

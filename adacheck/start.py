@@ -17,6 +17,7 @@ from adacheck.backends.errors import Busy, NotFound
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.config import StoreConfig
 from adacheck.errors import StoreBusy, Superseded
+from adacheck.fallen_back import fallen_back
 from adacheck.history_sources import resume
 from adacheck.keeper.assembly import ChainName
 from adacheck.keeper.certify import Certifier, certificates, reused
@@ -124,7 +125,10 @@ def find_cut(start: Start, *, step: int | None, only: Container[int] | None) -> 
     """The cut to restore; `None` on a run without any."""
     for line in start.sources.rejected:
         _log.warning("rejected: %s", line)
-    return read_newest(start.sources, step=step, only=only)
+    cut = read_newest(start.sources, step=step, only=only)
+    if step is None and only is None and (fallen := fallen_back(start.config, start.sources, cut)) is not None:
+        _log.warning("%s", fallen)
+    return cut
 
 
 def bring_copies_in(start: Start, cut: Cut | None) -> ChainState:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -17,32 +16,14 @@ from adacheck.checkpointer import Checkpointer
 from adacheck.config import StoreConfig, parse
 from adacheck.errors import ConfigError
 from adacheck.install import Stateful
-from adacheck.keeper.protocol import Kind
 from adacheck.reading import open_sources
-from adacheck.sources import Sources
+from adacheck.restore_points import RestorePoint as RestorePoint
+from adacheck.restore_points import restore_points
 
 if TYPE_CHECKING:
     from adacheck.reader import CutReader
 
 _log = logging.getLogger("adacheck")
-
-
-@dataclass(frozen=True, slots=True)
-class RestorePoint:
-    """A cut that can be restored.
-
-    Attributes:
-        step: which.
-        tiers: where it is (`nvme`, `object`).
-        intact: its records link up; the bytes are checked when they are read (or by `adacheck-fsck --read-data`).
-        proven: known to be exact; `exact` is False if it was found not to be.
-    """
-
-    step: int
-    tiers: tuple[str, ...]
-    intact: bool
-    proven: bool
-    exact: bool
 
 
 class Store:
@@ -119,16 +100,3 @@ class Store:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def restore_points(sources: Sources) -> list[RestorePoint]:
-    """What the sources offer, as a list of cuts."""
-    tiers: dict[int, set[str]] = {}
-    for offer in sources.offers():
-        for step in offer.steps:
-            tiers.setdefault(step, set()).add(str(Kind(offer.kind)))
-    status = {full.step: full.status for full in sources.fulls}
-    return [
-        RestorePoint(step, tuple(sorted(tiers[step])), True, status.get(step) == "proven", status.get(step) != "inexact")
-        for step in sorted(tiers)
-    ]

@@ -33,6 +33,7 @@ _PASSING = _EXPIRED | {"RequestTimeTooSkewed", "RequestTimeout", "SlowDown", "Th
 _QUOTA = frozenset({"QuotaExceeded", "InsufficientStorage", "InsufficientCapacity", "XMinioStorageFull", "EntityTooLarge"})
 _MISSING = frozenset({"NoSuchKey", "NotFound", "404", "NoSuchUpload", "NoSuchVersion"})
 _TAKEN = frozenset({"PreconditionFailed", "412"})
+_SAYS_ALL = frozenset({"NoSuchBucket", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied"}) | _EXPIRED
 _CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "ParamValidationError")
 
 
@@ -47,8 +48,14 @@ def is_beyond_end(error: BaseException) -> bool:
     return _reply(error)[1] == 416
 
 
+def cause_of(error: BaseException) -> BaseException | None:
+    """What to raise the translated error from: nothing where it says all, and three tracebacks would bury it."""
+    code, _ = _reply(error)
+    return None if code in _SAYS_ALL or type(error).__name__ in _CREDENTIALS else error
+
+
 def translate_remote_error(error: BaseException, what: str, limit_s: float = 0.0) -> BackendError:
-    """The error to raise (with `from error`); `what` names the place and the action, `limit_s` the time it had."""
+    """The error to raise (with `from cause_of(error)`); `what` names the place and the action, `limit_s` the time it had."""
     code, status = _reply(error)
     if isinstance(error, FileExistsError) or code in _TAKEN:
         return Taken(what)

@@ -23,6 +23,7 @@ from adacheck.backends.base import Parts, Stat, Traits, Upload, each_part, is_ke
 from adacheck.backends.errors import BackendError, Denied, Full, NotFound, Unavailable
 from adacheck.backends.remote_errors import (
     Taken,
+    cause_of,
     foreign_errors,
     is_beyond_end,
     may_be_expired,
@@ -90,7 +91,7 @@ class S3Objects:
         except BackendError as error:
             self.close()
             if isinstance(error, NotFound):
-                raise self._no_bucket() from error
+                raise self._no_bucket() from None
             raise
 
     def write(self, key: str, parts: Parts, *, exclusive: bool) -> bool:
@@ -143,8 +144,8 @@ class S3Objects:
         while True:
             try:
                 page = self._call(f"list {prefix!r}", "list_objects_v2", Prefix=self._prefix + prefix, **marks)
-            except NotFound as error:
-                raise self._no_bucket() from error  # never an empty listing, which would look like a new store
+            except NotFound:
+                raise self._no_bucket() from None  # never an empty listing, which would look like a new store
             keys = [entry["Key"] for entry in page.get("Contents", ())]
             found += [key[len(self._prefix) :] for key in keys if key.startswith(self._prefix + prefix)]
             if not page.get("IsTruncated"):
@@ -249,7 +250,7 @@ class S3Objects:
                     raise
             return ask(self._renewed(fs), limit_s)
         except foreign_errors() as error:
-            raise translate_remote_error(error, f"{self.name}: {what}", limit_s) from error
+            raise translate_remote_error(error, f"{self.name}: {what}", limit_s) from cause_of(error)
 
     def _renewed(self, expired: Any) -> Any:
         """A connection that looked its credentials up after `expired` did. Those that expired before are closed: nobody uses them."""
@@ -266,7 +267,7 @@ class S3Objects:
         try:
             fs.connect(timeout=_SETUP_S)  # now, so that no request's time goes by it
         except foreign_errors() as error:
-            raise translate_remote_error(error, f"{self.name}: find the credentials", _SETUP_S) from error
+            raise translate_remote_error(error, f"{self.name}: find the credentials", _SETUP_S) from cause_of(error)
         return fs
 
 

@@ -317,6 +317,10 @@ def test_mismatch_names_everything_and_writes_nothing(tmp_path: Path, other: Cal
         for difference in named:
             assert difference in str(caught.value)
         assert "step 5" in str(caught.value) and job.bits() == before
+        assert str(caught.value).endswith(
+            "\nnothing was written; change the script back, give a new run another URI, or load what fits with store.reader() "
+            "or adacheck-restore --to DIR (--map-fqn renames)"
+        )
     assert restored_bits(f"file://{tmp_path}", make, 5) == live  # the store is none the worse for it
 
 

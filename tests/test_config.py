@@ -45,10 +45,16 @@ def test_defaults_of_a_file_store() -> None:
         ("memory://run", "needs nvme=DIR"),
         ("file:///d?keeep=3", "unknown option 'keeep' in the URI (did you mean 'keep'?)"),
         ("file:///d?full-every=3", "did you mean 'full_every'?"),
-        ("file:///d?zzz=3", "unknown option 'zzz' in the URI; options: nvme, agent"),
+        (
+            "file:///d?zzz=3",
+            "unknown option 'zzz' in the URI; options: nvme, full_every, refresh, log_steps, verify, keep, compress, bandwidth",
+        ),
         ("file:///d?auto_mkdir=1", "unknown option 'auto_mkdir'"),
         ("file:///d?keep=3&keep=4", "has the option 'keep' twice"),
         (f"{S3}&endpoint=http://x", "did you mean 'endpoint_url'?"),
+        (f"{S3}&foo=10", "unknown option 'foo' in the URI; options: nvme, full_every"),
+        (f"{S3}&foo=10", "; of s3: anon, client_kwargs, config_kwargs, endpoint_url, key, secret, token, use_ssl, part_bytes, profile"),
+        (f"{S3}&foo=10", ", request_timeout_s, and s3fs's own"),
         ("file:///d?keep=0", "keep=0 is too small; the least is 1"),
         ("file:///d?log_steps=1", "log_steps=1 is too small; the least is 2"),
         ("file:///d?refresh=-1", "refresh=-1 is too small"),
@@ -61,7 +67,8 @@ def test_defaults_of_a_file_store() -> None:
         ("file:///d?deadline_s=nan", "is not a positive number"),
         ("file:///d?bandwidth=fast", "bandwidth='fast' is not an amount of bytes; write 500M"),
         ("file:///d?memory_budget=0", "memory_budget='0' is not an amount"),
-        ("file:///d?compress=zstd:30", "is neither none nor zstd:LEVEL with a level from 1 to 19"),
+        ("file:///d?compress=zstd:30", "compress='zstd:30' is neither none nor one of zstd:1 to zstd:19"),
+        ("file:///d?compress=zstd1", "compress='zstd1' is neither none nor one of zstd:1 to zstd:19"),
         ("file:///d?agent=host:1", "runs the keeper in process"),
         (f"{S3}&client_kwargs={{region", "client_kwargs='{region' begins like JSON and is none"),
         (f"{S3}&part_bytes=big", "part_bytes='big' is not an amount"),
@@ -94,6 +101,22 @@ def test_a_misspelled_variable_is_refused(variable: str, near: str) -> None:
     says = f"unknown variable ADACHECK_{variable} in the environment (did you mean 'ADACHECK_{near}'?)"
     with pytest.raises(ConfigError, match=re.escape(says)):
         config("file:///d", {f"ADACHECK_{variable}": "7"}, keep=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "given", "says"),
+    [
+        ("FULL_EVERY", "abc", "7", "full_every='abc' is not a whole number"),
+        ("VERIFY", "never", "step", "verify='never' is not one of rolling, step"),
+        ("BANDWIDTH", "", "1M", "bandwidth='' is not an amount"),
+        ("NVME", "log", "/n", "nvme=log is relative"),
+    ],
+)
+def test_a_bad_value_in_the_environment_says_that_it_is_there(name: str, text: str, given: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)) as error:
+        config("file:///d", {f"ADACHECK_{name}": text})
+    assert str(error.value).endswith(f" (it comes from the environment variable ADACHECK_{name})")
+    config("file:///d", {f"ADACHECK_{name}": text}, **{name.lower(): given})  # it is not used
 
 
 def test_a_variable_of_somebody_elses_is_left_alone() -> None:

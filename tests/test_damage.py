@@ -148,7 +148,8 @@ def test_a_bad_segment_of_an_increment_costs_its_step(
         edit(nvme, increment_slot(nvme, 10, role), how)
     step, lines = restored(root, caplog, expected)
     assert step == 9
-    assert len(lines) == 1 and "s000000000010" in lines[0]
+    assert len(lines) == 2 and "s000000000010" in lines[0] and "need it" not in lines[0]
+    assert lines[1].startswith("restored step 9 from lmdb:") and says_what_is_lost(root, lines[1], "not step 10", "1 step is lost")
 
 
 def test_swapped_increments_are_not_taken_for_each_other(root: Path, caplog: pytest.LogCaptureFixture, expected: list[Snapshot]) -> None:
@@ -193,6 +194,44 @@ def test_a_bad_base_falls_to_the_full_checkpoint(
     assert step == FULL
     lines = [line for line in lines if "base" in line]
     assert 1 <= len(lines) <= 2, "one line for the base, not one for every step it would have served"
+    assert part == "record" or lines[0].endswith("; cuts 5 to 10 there need it")
+
+
+def test_a_bad_increment_costs_the_cuts_that_need_it_and_says_which(
+    root: Path, caplog: pytest.LogCaptureFixture, expected: list[Snapshot]
+) -> None:
+    with nvme_of(root) as nvme:
+        edit(nvme, increment_slot(nvme, 7, "gradient"), "flipped")
+    step, lines = restored(root, caplog, expected)
+    assert step == FULL and len(lines) == 2
+    assert lines[0].startswith("rejected: cut 10 from lmdb:") and lines[0].endswith("; cuts 7 to 10 there need it")
+    assert lines[1].startswith("restored step 8 from full/") and says_what_is_lost(root, lines[1], "not step 10", "2 steps are lost")
+
+
+def says_what_is_lost(root: Path, line: str, *words: str) -> bool:
+    """Whether a line on what was restored instead names the tool that may mend it, and this."""
+    remedy = f"adacheck-fsck 'file://{root}/objects?nvme={root}/nvme' --repair, run before a start, mends what can be mended"
+    return all(word in line for word in words) and line.endswith(remedy)
+
+
+def test_an_nvme_directory_that_is_gone_is_missed(root: Path, caplog: pytest.LogCaptureFixture, expected: list[Snapshot]) -> None:
+    shutil.rmtree(root / "nvme")
+    step, lines = restored(root, caplog, expected)
+    assert step == FULL and len(lines) == 1
+    assert lines[0].startswith(f"nothing on NVMe at {root}/nvme (a new host, or it was deleted): restored step 8 from full/")
+    assert lines[0].endswith("; steps after it are lost; if another host has them, start there")
+
+
+def test_a_start_that_loses_nothing_says_nothing(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, expected: list[Snapshot]
+) -> None:
+    assert restored(root, caplog, expected) == (STEPS, [])
+    for _ in range(2):  # a new run, and its second start, which finds a log without steps
+        caplog.clear()
+        process = Process(tmp_path)
+        assert process.ckpt.restore() == 0
+        process.abandon()
+        assert not caplog.records
 
 
 def test_a_base_of_another_state_is_refused(root: Path, caplog: pytest.LogCaptureFixture, expected: list[Snapshot]) -> None:
@@ -214,6 +253,7 @@ def test_a_bad_head_record_falls_to_the_full_checkpoint(
     step, lines = restored(root, caplog, expected)
     assert step == FULL
     assert any("chain record" in line for line in lines)
+    assert lines[-1].startswith("restored step 8 from full/") and says_what_is_lost(root, lines[-1], "the log on NVMe cannot be read")
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "empty", "missing"])
@@ -234,6 +274,7 @@ def test_a_data_file_that_is_no_lmdb_is_moved_away(
     step, lines = restored(root, caplog, expected)
     assert step == FULL
     assert any("moved" in line and str(file.parent) in line for line in lines)
+    assert "nothing on NVMe" in lines[-1] and "(what was there was moved aside)" in lines[-1]
     assert [kept.read_bytes() for kept in (root / "nvme").rglob("0.damaged*/data.mdb")] == [content], "nothing is thrown away"
 
 
@@ -311,4 +352,4 @@ def test_a_kernel_of_another_machine_is_not_replayed(root: Path, caplog: pytest.
             nvme.put(keys.increment(1, step), encode(forged))
     step, lines = restored(root, caplog, expected)
     assert step == FULL
-    assert len(lines) == 1 and "DEFAULT" in lines[0] and "gradients cannot be replayed" in lines[0], lines
+    assert len(lines) == 2 and "DEFAULT" in lines[0] and "gradients cannot be replayed" in lines[0], lines

@@ -69,6 +69,24 @@ def test_a_scheduler_that_is_not_in_extra_is_named_once(tmp_path: Path, caplog: 
     )
 
 
+class Sampler:
+    """Something else that a script keeps."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("sampler", "scheduler"), ("scheduler", "scheduler2")])
+def test_what_extra_has_already_stays_when_the_advice_is_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, wanted: str
+) -> None:
+    (said,) = warnings(tmp_path, caplog, lambda optimizer: (lr_scheduler.StepLR(optimizer, 3), {name: Sampler()}))
+    assert said.endswith(f'would begin anew; add "{wanted}": scheduler to extra in store.attach')
+
+
 class Trainer:
     """As scripts have them: an object that keeps the scheduler somewhere inside."""
 

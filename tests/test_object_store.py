@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import pytest
@@ -160,15 +161,22 @@ def test_another_process_sees_every_write() -> None:
 
 
 def test_a_missing_bucket_is_denied() -> None:
-    with pytest.raises(Denied, match=r"s3://nowhere/run: .*make the bucket first"):
+    with pytest.raises(Denied, match=r"s3://nowhere/run: .*make the bucket first") as caught:
         ObjectStore("s3://nowhere/run", **s3_server().options)
+    assert one_traceback(caught.value)
     with pytest.raises(Denied, match="names no bucket"):
         ObjectStore("s3://", **s3_server().options)
 
 
+def one_traceback(error: BaseException) -> bool:
+    """Whether an error is shown alone, without what it was translated from."""
+    return "".join(format_exception(error)).count("Traceback (most recent call last)") == 1
+
+
 def test_wrong_credentials_are_denied() -> None:
-    with pytest.raises(Denied, match="credentials"):
+    with pytest.raises(Denied, match="credentials") as caught:
         ObjectStore(f"s3://{BUCKET}/run", **{**s3_server().options, "secret": "wrong"})
+    assert one_traceback(caught.value)
 
 
 def test_a_silent_server_is_unavailable() -> None:
@@ -205,6 +213,7 @@ def test_replies_of_a_server_become_our_errors(monkeypatch: pytest.MonkeyPatch, 
         with pytest.raises(kind, match="as it says") as caught:
             store.get("a")
         assert type(caught.value) is kind
+        assert one_traceback(caught.value) == (code in ("ExpiredToken", "AccessDenied", "InvalidAccessKeyId", "NoSuchBucket"))
         assert (_fs(store) is not opened) == (code in ("ExpiredToken", "InvalidAccessKeyId")), "credentials are looked up again"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -177,7 +178,9 @@ def test_the_page_needs_nothing_else(facts: Facts) -> None:
 def test_the_tool_writes_it(store: Copy, tmp_path: Path) -> None:
     file = tmp_path / "run.html"
     ended = run_tool(restore.main, store.uri, "--report", str(file))
-    assert (ended.code, ended.out, ended.err) == (0, "", "")
+    assert (ended.code, ended.out, ended.err) == (0, f"the report is in {file}\n", "")
+    listed = run_tool(restore.main, store.uri, "--report", str(file), "--list", "--json")
+    assert json.loads(listed.out)["points"] and listed.err == f"the report is in {file}\n"
     assert Page(file.read_text()).rows and [path.name for path in tmp_path.iterdir()] == ["run.html"]
 
 

@@ -247,11 +247,20 @@ def test_the_list(golden: Copy, tmp_path: Path) -> None:
     ]
     assert all(point["intact"] and point["exact"] for point in listed["points"])
     table = run_tool(restore.main, golden.uri, "--list")
+    assert table.out.endswith(
+        "\nintact: the records link up. No bytes were read: adacheck-fsck --read-data reads and checks them, and so does a restore.\n"
+    )
     assert table.code == 0 and all(word in table.out for word in (listed["run"], "step", "tiers", "proven", "11"))
     with ObjectStore(f"file://{tmp_path}/fresh") as objects:
         open_run(objects, new_run())
     fresh = run_tool(restore.main, f"file://{tmp_path}/fresh", "--list")
     assert fresh.code == 4 and "no cut" in fresh.err
+
+
+def test_listing_takes_no_torch(golden: Copy) -> None:
+    script = "import sys; sys.modules['torch'] = None; from adacheck.tools.restore import main; main()"
+    ended = subprocess.run([sys.executable, "-c", script, golden.uri, "--list"], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "") and "object" in ended.stdout
 
 
 def test_where_everything_is_damaged_it_refuses(golden: Copy, tmp_path: Path) -> None:

@@ -19,27 +19,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from adacheck import recovery
 from adacheck.backends.local_files import LocalFiles
 from adacheck.config import StoreConfig
 from adacheck.errors import ConfigError, NoCut
-from adacheck.export import Export, Format, rename, write
-from adacheck.full_checkpoint import CutId
+from adacheck.export_format import Format
 from adacheck.nvme_directory import GENERATION
 from adacheck.reading import open_objects, open_sources, reading_config
-from adacheck.recovery import Cut
 from adacheck.report.facts import gather_facts
 from adacheck.report.page import render
+from adacheck.restore_points import RestorePoint, restore_points
 from adacheck.sources import Sources
-from adacheck.store import RestorePoint, restore_points
 from adacheck.tools.exit_codes import UNCORRECTED, reported, run
+
+if TYPE_CHECKING:
+    from adacheck.full_checkpoint import CutId
+    from adacheck.recovery import Cut
+
+BYTES_NOT_READ = "intact: the records link up. No bytes were read: adacheck-fsck --read-data reads and checks them, and so does a restore."
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -64,6 +67,9 @@ def read_cut(sources: Sources, step: int | None) -> tuple[Cut, CutId]:
     Raises:
         NoCut: nothing can be restored, or not this step; says why.
     """
+    from adacheck import recovery
+    from adacheck.full_checkpoint import CutId
+
     cut = recovery.read_newest(sources, step=step)
     if cut is None:
         raise NoCut(f"run {sources.run} has no cut yet")
@@ -132,10 +138,13 @@ def show_points(points: list[RestorePoint], run_name: str, as_json: bool) -> Non
     for point in points:
         table.add_row(str(point.step), ", ".join(point.tiers), *("yes" if it else "no" for it in (point.intact, point.proven, point.exact)))
     Console().print(table)
+    typer.echo(BYTES_NOT_READ)
 
 
 def export(store: StoreConfig, step: int | None, directory: Path, kind: Format, rules: dict[str, str]) -> dict[str, Any]:
     """Read the cut, write it, compare it; gives the description of what was written."""
+    from adacheck.export import Export, rename, write  # torch: seconds, that a list of cuts does not take
+
     console = Console(stderr=True, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with (
@@ -207,6 +216,7 @@ def restore(
             typer.echo(note, err=True)
         if file is not None:
             write_report(store, file)
+            typer.echo(f"the report is in {file.absolute()}", err=as_json)
             if not list_ and to is None:
                 return
         if list_:

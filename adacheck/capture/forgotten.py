@@ -124,11 +124,13 @@ def _not_in_extra(found: list[object], extra: Mapping[str, object]) -> str | Non
     missing = [each for each in missing if id(each) not in inner]
     if not missing:
         return None
-    wanted = {f'"{name}": {name}': None for name in ("scaler" if isinstance(m, torch.amp.GradScaler) else "scheduler" for m in missing)}
+    names = dict.fromkeys("scaler" if isinstance(m, torch.amp.GradScaler) else "scheduler" for m in missing)
+    wanted = ", ".join(f'"{name}2": {name}' if name in extra else f'"{name}": {name}' for name in names)
+    remedy = f"add {wanted} to extra in store.attach" if extra else f"write store.attach(..., extra={{{wanted}}})"
     kinds, several = " and ".join(sorted({_kind(each) for each in missing})), len(missing) > 1
     return (
         f"{kinds} {'drive' if several else 'drives'} the optimizer and {'are' if several else 'is'} not in extra: after a restore "
-        f"{'they' if several else 'it'} would begin anew; write store.attach(..., extra={{{', '.join(wanted)}}})"
+        f"{'they' if several else 'it'} would begin anew; {remedy}"
     )
 
 
