@@ -129,8 +129,7 @@ class Checkpointer:
             AdacheckError: with `on_error=raise`, what went wrong since the last call.
         """
         self._refuse_closed("step")
-        if os.getpid() != self._pid:
-            raise AdacheckError("step() was called in a forked child, which has no keeper; checkpoint in the process that attached")
+        self._refuse_forked("step")
         begun = time.perf_counter()
         if self._keeper is None:
             self._start_new_run()
@@ -153,7 +152,8 @@ class Checkpointer:
         self._blocked_s = self._capture.take_blocked_s() + time.perf_counter() - begun
 
     def status(self) -> Status:
-        """Where things stand; costs nothing."""
+        """Where things stand; costs nothing, and is refused in a forked child."""
+        self._refuse_forked("status")  # a thread that the fork left behind may hold the lock
         keeper = self._keeper
         if keeper is None:
             return Status(self._step)
@@ -170,8 +170,9 @@ class Checkpointer:
         """Wait until every step so far is committed and applied to the shadow.
 
         Raises:
-            NotDurable: the keeper failed, or did not get there within `deadline_s`.
+            NotDurable: the keeper failed, or did not get there within `deadline_s`. AdacheckError: in a forked child.
         """
+        self._refuse_forked("drain")
         keeper = self._keeper
         if keeper is None:
             return
@@ -183,8 +184,9 @@ class Checkpointer:
         """Take a full checkpoint of the last step and wait until it is published; nothing to do if there is one.
 
         Raises:
-            NotDurable: it could not be published within `deadline_s`; says why.
+            NotDurable: it could not be published within `deadline_s`; says why. AdacheckError: in a forked child.
         """
+        self._refuse_forked("publish_full")
         self.drain()
         keeper = self._keeper
         if keeper is None or keeper.submitted == 0:
@@ -195,6 +197,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until the last step is durable, then end: hooks, threads and files are released whatever happens.
 
+        In a forked child it only takes the hooks away: keeper and files are the parent's, which goes on.
+
         Raises:
             NotDurable: the last step could not be made durable. AdacheckError: with `on_error=raise`, what else went wrong since.
         """
@@ -204,6 +208,9 @@ class Checkpointer:
         atexit.unregister(self._at_exit)
         forget(self._on_sigterm)
         self._capture.remove()
+        if os.getpid() != self._pid:
+            self._forgotten.end()
+            return
         try:
             behind = self._keeper is not None and self._keeper.submitted != self._step
             if self._keeper is not None:
@@ -374,7 +381,13 @@ class Checkpointer:
         if self._closed:
             raise Closed(f"{what}() was called after close(), which came at step {self._step}; attach again to go on")
 
+    def _refuse_forked(self, what: str) -> None:
+        if os.getpid() != self._pid:
+            raise AdacheckError(f"{what}() was called in a forked child, which has no keeper; checkpoint in the process that attached")
+
     def _on_sigterm(self) -> None:
+        if os.getpid() != self._pid:
+            return
         _log.warning("SIGTERM: step %d is made durable before the process ends", self._step)
         self._at_exit()
 

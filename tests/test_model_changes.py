@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from adacheck.capture.quiet import SMALL_BYTES
 from adacheck.errors import StateMismatch
 from tests.survival import LAST, OPTIONS, adamw, backward, job_of, mlp, plain, survives, travelled
 from tests.training import Job, logged, opened, restored_bits
@@ -57,6 +58,38 @@ def test_an_average_kept_as_a_second_model(
     found = survives(tmp_path, with_average(update, trainable=trainable), caplog)
     assert set(travelled(found, "model.0.weight")) == {"gradient"}
     assert len(set(travelled(found, "average.0.weight"))) == 1 and "-" not in travelled(found, "average.0.weight")
+
+
+def with_average_in_a_buffer(seed: int) -> Job:
+    """A follower of the weights in one large buffer, written through `.data`."""
+    model = mlp(seed)
+    model.register_buffer("average", torch.zeros(SMALL_BYTES // 4))
+
+    def averaging(job: Job, n: int) -> None:
+        plain(job, n)
+        job.model.get_buffer("average").data.mul_(0.9).add_(job.model.get_parameter("0.weight").data.mean(), alpha=0.1)
+
+    return Job(model, {"optim": adamw(model.parameters())}, averaging)
+
+
+@pytest.mark.parametrize("make", [with_average(through_data, trainable=False), with_average_in_a_buffer], ids=["parameters", "buffer"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_average_written_through_data_moves_in_every_step_after_a_restart(
+    tmp_path: Path, make: Callable[[int], Job], steps: int
+) -> None:
+    """Also with one step per start: the first is compared with what was restored."""
+    reference, expected = make(1), {}
+    begins = range(0, 4 * steps, steps)
+    for begin in begins:
+        reference.train(None, begin, begin + steps)
+        expected[begin + steps] = reference.bits()
+    for begin in begins:
+        job = make(1 + begin)
+        with opened(f"file://{tmp_path}", job, **OPTIONS) as ckpt:
+            assert ckpt.restore() == begin
+            assert begin == 0 or job.bits() == expected[begin]
+            job.train(ckpt, begin, begin + steps, settle=True)
+            assert job.bits() == expected[begin + steps]
 
 
 def test_averaged_model_in_extra(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,12 +6,15 @@ In each case what is restored after a crash is what was live, byte for byte, or 
 from __future__ import annotations
 
 import os
+import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from adacheck.errors import AdacheckError, Closed
 from adacheck.store import Store
 from tests.training import kill
 
@@ -194,6 +197,64 @@ def test_a_forked_child_that_steps_is_left_alone(tmp_path: Path) -> None:
         ckpt.step()
         ckpt.drain()
         assert ckpt.status().committed == 8
+
+
+@pytest.mark.parametrize("call", ["step", "drain", "publish_full", "status"])
+def test_what_needs_the_keeper_is_refused_in_a_forked_child(tmp_path: Path, call: str) -> None:
+    model, optimizer = job()
+    with Store.open(f"file://{tmp_path}/run").attach(model, optimizer) as ckpt:
+        ckpt.restore()
+        ckpt.step()
+
+        def child() -> None:
+            with pytest.raises(AdacheckError, match=rf"^{call}\(\) was called in a forked child, which has no keeper"):
+                getattr(ckpt, call)()
+
+        assert in_a_fork(child) == 0
+
+
+def test_a_forked_child_that_leaves_the_block_does_not_wait_and_the_parent_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = job()
+    with Store.open(f"file://{tmp_path}/run").attach(model, optimizer) as ckpt:
+        ckpt.restore()
+        for _ in range(4):
+            train(model, optimizer)
+            ckpt.step()
+
+        def child() -> None:
+            ckpt._on_sigterm()  # as from whoever ends data-loader workers
+            with pytest.raises(ZeroDivisionError), ckpt:
+                raise ZeroDivisionError
+            with pytest.raises(Closed):
+                ckpt.step()
+            ckpt.close()
+            train(model, optimizer)
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not caplog.records
+
+        assert in_a_fork(child) == 0
+        train(model, optimizer)
+        ckpt.step()
+        live = bits(model, optimizer)
+    fresh, again = job(seed=1)
+    with Store.open(f"file://{tmp_path}/run").attach(fresh, again) as restored:
+        assert restored.restore() == 5
+        assert bits(fresh, again) == live
+
+
+def in_a_fork(body: Callable[[], None]) -> int:
+    """The exit status of a child that did this: 0 if nothing was raised; a child that hangs is ended by its alarm."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    signal.alarm(30)
+    status = 1
+    try:
+        body()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
 
 
 def test_many_small_values_do_not_fill_the_pool(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ class Capture:
         self._step, self._watch = _Step(), Watch()
         self._copying.clear()
         self._watch.check(self.inventory.states.values())
+        self._quiet.begin(self.inventory)
         self.known = set(known)
         self._sent.clear()
 

@@ -34,6 +34,11 @@ class QuietOptimizers:
         self._digests: dict[int, bytes] = {}
         self._samples: dict[int, _Sample] = {}
 
+    def begin(self, inventory: Inventory) -> None:
+        """The chain holds the states as they are now: already the first call of `reasons` has something to compare with."""
+        self._digests.clear()
+        self._samples = {n: _Sample(live.current()) for n, live in inventory.states.items() if not (_stepped(live) or _unwatched(live))}
+
     def reasons(self, inventory: Inventory, fired: set[str], derived: Collection[int] = ()) -> dict[int, str]:
         """The states nobody stepped that are not known to be unchanged since the last call, with the reason.
 
@@ -49,7 +54,7 @@ class QuietOptimizers:
             for live in inventory.by_optimizer[name]:
                 if live.state in derived:
                     self._digests.pop(live.state, None)
-                elif live.kind == "parameter" and (name or live.parameter.requires_grad):
+                elif _stepped(live):
                     before = self._digests.pop(live.state, None)
                     now = _digest(live) if len(recent) > 1 or (quiet and before) else None
                     if now is not None:
@@ -63,7 +68,10 @@ class QuietOptimizers:
         return reasons
 
     def _differs(self, live: LiveState) -> bool:
-        """Whether a sample of it is other than at the last call; memory that is new to it counts as equal, since the watch saw that."""
+        """Whether a sample of it is other than at the last call; memory that is new to it counts as equal, since the watch saw that.
+
+        So does a state without a sample: it is new since `begin`, or was frozen in this step, and goes whole for that.
+        """
         tensor = live.current()
         known = self._samples.get(live.state)
         if known is None or known.address != tensor.data_ptr():
@@ -89,6 +97,11 @@ class _Sample:
         """Whether the elements differ from those at the last look."""
         before, self._content = self._content, self._where.tobytes()
         return before != self._content
+
+
+def _stepped(live: LiveState) -> bool:
+    """Whether an optimizer may step it, attached or not."""
+    return live.kind == "parameter" and (live.optimizer is not None or live.parameter.requires_grad)
 
 
 def _unwatched(live: LiveState) -> bool:
