@@ -4,8 +4,9 @@ Each rank looks at the store for itself, takes neither lock nor incarnation, and
 the 4 MiB segments that its rows lie in; of an NVMe copy the states that it holds a part of, each rebuilt whole, in batches of 64 MiB.
 Every byte is verified before DCP gets it. What is no tensor DCP unpickles: bytes made here, a moment before, from verified msgpack.
 
-The store is open while the metadata is read, and again from the end of the rank's planning to the end of its reading, both times as
-of one moment. Not in between: where planning fails DCP says nothing to a reader, which would go on holding the pages of the log.
+The store is open while the metadata is read, and again from the rank's own planning to the end of its reading, both times as of one
+moment: the log of a busy trainer has pruned the newest cut a step or two later. Where planning fails on the way DCP says nothing to a
+reader, which would keep the trainer from using those pages again; so what is held is left after `HOLD_S` without a call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import io
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
@@ -30,6 +30,7 @@ from adacheck.config import StoreConfig
 from adacheck.contents import Contents, Parts
 from adacheck.errors import ConfigError, ForeignRun, NoCut, ReplayRefused, StateMismatch
 from adacheck.full_reader import read_full
+from adacheck.hold import Hold
 from adacheck.keeper.cut import Offer
 from adacheck.keeper.protocol import Kind
 from adacheck.nvme_reader import NvmeReader
@@ -39,6 +40,9 @@ from adacheck.recovery import UNUSABLE, first_usable, no_cut, reject
 from adacheck.sources import Sources
 
 _log = logging.getLogger("adacheck")
+
+HOLD_S = 60.0
+"""How long the log's pages are kept for a rank that has planned and is not told to read: so long the trainer's log may grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class _Source:
 class CutReader(StorageReader):
     """Made by `Store.reader`; for one `dcp.load` after another, on the thread that calls it.
 
+    Between planning and reading it holds the log as it is, for `HOLD_S` seconds; later it looks whether the cut is still there.
+
     Attributes:
         step: the cut that was loaded last, or would be.
 
@@ -74,14 +80,15 @@ class CutReader(StorageReader):
         self._config, self._objects, self._asked = config, objects, step
         self._metadata: Metadata | None = None
         self._sources: Sources | None = None
-        self._stack = ExitStack()
-        weakref.finalize(self, self._stack.close)
+        self._said: set[str] = set()
+        self._hold = Hold()
+        weakref.finalize(self, self._hold.leave)
         self.step = self._open(step).step  # now, since DCP buries what is raised inside it
-        self._stack.close()
+        self._hold.leave()
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
         """As `StorageReader.reset`; a checkpoint id is refused, since the store and the step say which cut it is."""
-        self._stack.close()
+        self._hold.leave()
         if checkpoint_id is not None:
             raise ConfigError(f"checkpoint_id={checkpoint_id!r} was given beside store.reader(), which knows its cut; leave it out")
 
@@ -89,7 +96,7 @@ class CutReader(StorageReader):
         """As `StorageReader.read_metadata`: every key of the cut, which is chosen now."""
         source = self._open(self._asked)
         self.step, self._metadata = source.step, source.contents.metadata()
-        self._stack.close()
+        self._hold.leave()
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any) -> None:
@@ -97,8 +104,9 @@ class CutReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """As `StorageReader.prepare_local_plan`: says which cuts this rank reaches; from here on as of one moment."""
-        chosen = self._checked(self._open(self._asked))
+        chosen = self._open(self._asked, planned=True)
         assert self._sources is not None
+        self._hold.lend(HOLD_S)
         steps = frozenset(step for offer in chosen.offers for step in offer.steps)
         return replace(plan, storage_data=_Reach(self._sources.run, chosen.step, steps))
 
@@ -109,20 +117,25 @@ class CutReader(StorageReader):
             NoCut: there is none; says what each rank reaches.
             ForeignRun: the ranks look at different runs.
         """
-        step = agreed([plan.storage_data for plan in plans])
+        try:
+            step = agreed([plan.storage_data for plan in plans])
+        except BaseException:
+            self._hold.leave()  # the other ranks are told only by DCP's error
+            raise
         return [replace(plan, storage_data=step) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """As `StorageReader.read_data`, done when it returns. Tensors are written one by one, each whole verified.
 
         Raises:
-            NoCut: the bytes of the cut are bad wherever it is; names the damaged objects, and the nearest other cut.
+            NoCut: the bytes of the cut are bad wherever it is; names the damaged objects, and the nearest other cut. Or planning took
+                longer than `HOLD_S`, and the trainer went on from that cut meanwhile.
             StateMismatch: a tensor to load into has another dtype.
         """
         try:
             self._load(plan, planner)
         finally:
-            self._stack.close()
+            self._hold.leave()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -133,7 +146,7 @@ class CutReader(StorageReader):
         return False
 
     def _load(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        source = self._checked(self._choose(plan.storage_data))
+        source = self._checked(self._choose(plan.storage_data)) if self._hold.resume() else self._again(plan.storage_data)
         self.step, left = source.step, dict(enumerate(plan.items))
         _log.info("loading step %d from %s", source.step, source.offer.source)
         while True:
@@ -146,16 +159,30 @@ class CutReader(StorageReader):
                 offers = reject(self._sources, source.offers, source.offer, source.step, bad.error)
                 source = self._checked(self._choose(source.step, offers))
 
-    def _open(self, step: int | None) -> _Source:
-        """Look at the store anew, and hold it as it is now."""
-        self._stack.close()
-        self._sources = self._stack.enter_context(open_sources(self._config, self._objects))
+    def _again(self, step: int) -> _Source:
+        """The cut at `step`, after what was held since planning has been left."""
+        before = self._sources
+        try:
+            source = self._open(step, planned=True)
+        except NoCut as error:
+            raise NoCut(f"planning took longer than {HOLD_S:g} s, and the cut it was for is gone: {error}; load again") from error
+        if before is not None and self._sources is not None and self._sources.forks != before.forks:
+            raise NoCut(f"the trainer was restarted after step {step} was planned for, so that step may be another one now; load again")
+        return source
+
+    def _open(self, step: int | None, *, planned: bool = False) -> _Source:
+        """Look at the store anew, and hold it as it is now. `planned`: the cut must hold what DCP has planned for."""
+        self._sources = self._hold.enter(open_sources(self._config, self._objects))
         try:
             if self._sources is None:
                 raise NoCut(f"there is no run at {self._config.address}; check the address")
-            return self._choose(step)
+            for line in (line for line in self._sources.rejected if line not in self._said):
+                self._said.add(line)
+                _log.warning("not looked at: %s", line)
+            source = self._choose(step)
+            return self._checked(source) if planned else source
         except BaseException:
-            self._stack.close()
+            self._hold.leave()
             raise
 
     def _choose(self, step: int | None, offers: list[Offer] | None = None) -> _Source:

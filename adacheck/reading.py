@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 
 from adacheck.backends.base import Backend
-from adacheck.backends.errors import Damaged
+from adacheck.backends.errors import Damaged, Denied
 from adacheck.backends.lmdb_directory import DATA_FILE
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.registry import open_backend
@@ -49,6 +49,8 @@ def open_objects(config: StoreConfig, *, writing: bool = False) -> Iterator[Back
         options = dict(config.storage)
     backend = retry(lambda: open_backend(config.scheme, address, options))
     with Retrying(backend, retry) as objects:
+        if writing:
+            objects.check_writable()
         yield objects
 
 
@@ -56,7 +58,7 @@ def open_objects(config: StoreConfig, *, writing: bool = False) -> Iterator[Back
 def open_sources(config: StoreConfig, objects: Backend) -> Iterator[Sources | None]:
     """What the store offers, an NVMe copy as it is at this moment whatever its trainer does meanwhile; `None` without a run.
 
-    A copy that cannot be read at all is in `rejected`, and offers nothing.
+    A copy that cannot be read at all, or not by this user, is in `rejected`, and offers nothing.
 
     Raises:
         ForeignRun: the NVMe directory belongs to another run.
@@ -70,7 +72,7 @@ def open_sources(config: StoreConfig, objects: Backend) -> Iterator[Sources | No
     with ExitStack() as stack:
         try:
             sources = gather(found.run, objects, stack.enter_context(_nvme_moment(config, found.run)))
-        except Damaged as error:
+        except (Damaged, Denied) as error:
             sources = gather(found.run, objects, None)
             sources.rejected.append(f"the NVMe copy of run {found.run}: {error}")
         yield sources

@@ -38,7 +38,7 @@ class Store:
 
         Raises:
             ConfigError: an unknown scheme or option (the nearest known one is offered), a bad value, or `nvme=` missing.
-            BackendError: the object tier does not answer, or refuses.
+            BackendError: the object tier does not answer, or refuses. Whether it can be written only `attach` asks.
         """
         if not isinstance(uri, str):
             raise ConfigError(f"a store URI is a string such as 'file:///data/run-42', not a {type(uri).__name__}: {uri!r}")
@@ -59,12 +59,14 @@ class Store:
 
         Raises:
             ConfigError: something that is no module, optimizer, or stateful object.
+            Denied: the object tier can only be read by this user.
         """
         if extra is not None and not isinstance(extra, Mapping):
             raise ConfigError(f"extra is a dict of names and objects, as in extra={{'scheduler': scheduler}}, not a {type(extra).__name__}")
         for name, item in (extra or {}).items():
             if not callable(getattr(item, "state_dict", None)) or not callable(getattr(item, "load_state_dict", None)):
                 raise ConfigError(f"extra[{name!r}] is a {type(item).__name__} without state_dict() and load_state_dict()")
+        self.objects.check_writable()
         return Checkpointer(self, take_inventory(model, optimizer), extra or {})
 
     def steps(self) -> list[RestorePoint]:

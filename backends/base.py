@@ -142,6 +142,10 @@ class Backend(ABC):
         """Remove what is left of one of `uploads`, by its name; one that is gone already is no error."""
         raise Denied(f"{upload!r} is no upload of {self.name}, which has none")
 
+    def check_writable(self) -> None:
+        """Raise `Denied` where it is known, without writing, that nothing can be written; most backends find out by their first put."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Release what is held; a second call does nothing. Every other method then raises `BackendClosed`."""

@@ -13,7 +13,7 @@ Reading = Callable[[str], AbstractContextManager[None]]
 
 
 class LmdbSnapshot(Backend):
-    """The store as one read transaction sees it; made by `LmdbBackend.snapshot`, used from the thread that made it."""
+    """The store as one read transaction sees it; made by `LmdbBackend.snapshot`, used by one thread at a time."""
 
     def __init__(self, name: str, traits: Traits, transaction: Any, reading: Reading) -> None:
         self.name, self.traits = name, traits

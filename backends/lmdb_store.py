@@ -285,7 +285,8 @@ class LmdbBackend(Backend):
         if isinstance(error, _DAMAGED):
             return Damaged(f"{text}; restore from another tier and move the directory away")
         if isinstance(error, lmdb.ReadonlyError) or code in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return Denied(f"{text}; check the permissions of {self.path}")
+            need = "; whoever reads must be able to write its lock.mdb" if self._read_only else ""
+            return Denied(f"{text}; check the permissions of {self.path}{need}")
         if "already open in this process" in str(error):
             return Busy(f"{self.path} is open already in this process or its parent; share that backend, or start a new process")
         return Unavailable(text)

@@ -26,7 +26,7 @@ _ATTEMPTS = 10
 class LocalObjects:
     """What `ObjectStore` needs of a place, on local files. A temporary's name begins with `~`, which no key may hold.
 
-    `read_only`: for tools that only look; the directory must exist, and is neither made nor need it be writable.
+    `read_only`: for tools that only look; the directory must exist. Else it is made; whether one that exists can be written is not asked.
     """
 
     def __init__(
@@ -44,14 +44,16 @@ class LocalObjects:
             survives_process=True,
             survives_host=is_network(filesystem(root)),
         )
-        if read_only:
-            if not root.is_dir():
-                raise Denied(f"{root} does not exist or is no directory; check the address")
-            return
-        with self._translated("make the directory", root):
-            make_directories(self._files, root)
-        if not os.access(root, os.W_OK | os.X_OK):
-            raise Denied(f"{root} is not writable; check its permissions")
+        if not read_only:
+            with self._translated("make the directory", root):
+                make_directories(self._files, root)
+        if not root.is_dir():
+            raise Denied(f"{root} does not exist or is no directory; check the address")
+
+    def check_writable(self) -> None:
+        """Raise `Denied` if this user may not write here."""
+        if not os.access(self._root, os.W_OK | os.X_OK):
+            raise Denied(f"{self._root} is not writable; check its permissions")
 
     def write(self, key: str, parts: Parts, *, exclusive: bool) -> bool:
         """Store an object durably; `False` if `exclusive` and the key is taken."""

@@ -92,6 +92,12 @@ class ObjectStore(Backend):
         if self._gate.close():
             self._place.close()
 
+    def check_writable(self) -> None:
+        """As `Backend.check_writable`; asks the permissions of a local directory."""
+        with self._gate.call():
+            if isinstance(self._place, LocalObjects):
+                self._place.check_writable()
+
     def uploads(self) -> Iterator[Upload]:
         """Temporaries and multipart uploads, of puts under way and of puts that were killed; how old they are tells them apart."""
         with self._gate.call():

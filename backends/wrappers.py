@@ -56,6 +56,10 @@ class Wrapper(Backend):
         """As `Backend.discard_upload`."""
         self._backend.discard_upload(upload)
 
+    def check_writable(self) -> None:
+        """As `Backend.check_writable`."""
+        self._backend.check_writable()
+
     def close(self) -> None:
         """As `Backend.close`."""
         self._backend.close()

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
@@ -28,11 +29,11 @@ def put_back(model: torch.nn.Module, optimizers: Optimizers, flat: dict[str, Any
     set_state_dict(model, optimizers, model_state_dict=parts[0], optim_state_dict=parts[1], options=FLAT)
 
 
-def dcp_load(flat: dict[str, Any], reader: StorageReader) -> dict[str, Any]:
+def dcp_load(flat: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None = None) -> dict[str, Any]:
     """`dcp.load` in a single process, without its warning that this is one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(flat, storage_reader=reader)
+        load(flat, storage_reader=reader, planner=planner)
     return flat
 
 
