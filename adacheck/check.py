@@ -14,7 +14,7 @@ from pathlib import Path
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import Damaged
 from adacheck.backends.lmdb_store import LmdbBackend
-from adacheck.check_advice import BY_NEWEST_CUT, advised, no_full, unlisted
+from adacheck.check_advice import BY_NEWEST_CUT, advised, no_full, overlooked_full, unlisted
 from adacheck.check_cut import NewestCut, newest_cut
 from adacheck.check_full import check_contents, check_manifest
 from adacheck.check_nvme import CopyRecords, check_records, check_slots, note_unreferenced
@@ -29,6 +29,7 @@ from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Full
 from adacheck.nvme_directory import nvme_path, set_aside
 from adacheck.sources import gather, moment_of
+from adacheck.unlisted import overlooked
 
 STALE_S = 3600.0
 """An upload untouched for so long belongs to a process that was killed."""
@@ -233,11 +234,25 @@ class Check:
                     Kind.NOT_LIVE, Tier.OBJECT, folder, "cuts of the live lineage", what, "nothing; the next full checkpoint drops it"
                 )
             elif folder not in listed and self._backend.stat(key) is not None:
-                yield unlisted(folder, earlier=any(folder == full.folder for version in top.versions for full in version.fulls))
+                if self._overlooked(top, folder):
+                    yield overlooked_full(folder)
+                else:
+                    yield unlisted(folder, earlier=any(folder == full.folder for version in top.versions for full in version.fulls))
         for upload in self._backend.uploads():
             if self._now_unix_s - upload.touched_unix_s >= STALE_S:
                 what, remedy = f"untouched for {STALE_S:.0f} s", "nothing; --gc removes it when it is old"
                 yield note(Kind.STALE_UPLOAD, Tier.OBJECT, upload.name, "no upload without a writer", what, remedy)
+
+    def _overlooked(self, top: TopRecords, folder: str) -> bool:
+        """Whether a version that is lost without a trace may have listed the folder, and nobody may be about to list it."""
+        name, stat = keys.parse(keys.manifest(folder)), self._backend.stat(keys.manifest(folder))
+        if top.run is None or name is None or stat is None:
+            return False
+        young = self._now_unix_s - stat.modified_unix_s < STALE_S
+        explained = any(key.startswith(keys.VERSIONS_PREFIX) and key > top.head for key in top.names)  # by a damaged version
+        if explained or (young and name.incarnation == max(top.incarnations, default=0)):
+            return False
+        return overlooked(self._backend, top.run, folder, top.fulls, top.forks.values())
 
     def _moved_copies(self, run: str | None) -> Iterator[Finding]:
         """Directories of NVMe copies that a start or a repair could not read and moved aside."""

@@ -38,3 +38,10 @@ def unlisted(folder: str, *, earlier: bool) -> Finding:
         return replace(said, lost="this full checkpoint, when it was dropped or given up; nothing more")
     why = "nothing: it is being written, or was left by a process that was killed; a later full checkpoint removes it"
     return note(Kind.UNLISTED, Tier.OBJECT, folder, expected, "none does", why)
+
+
+def overlooked_full(folder: str) -> Finding:
+    """A folder that no version lists, and that one may have listed which is gone without a trace (`unlisted.overlooked`)."""
+    expected, found = "a version that lists it", "none does, and all that are listed are older"
+    why = "run --repair before the run starts again: it lists it again if it is whole"
+    return Finding(Severity.DAMAGE, Kind.UNLISTED, Tier.OBJECT, folder, expected, found, "this full checkpoint, for every restore", why)

@@ -60,6 +60,11 @@ class TopRecords:
     versions: list[Version] = field(default_factory=list)
 
     @property
+    def head(self) -> str:
+        """Key of the newest version that is readable, of no characters without one."""
+        return keys.version(self.versions[-1].incarnation, self.versions[-1].number) if self.versions else ""
+
+    @property
     def fulls(self) -> Fulls:
         """The full checkpoints of the newest version that are on the live lineage, as a restore sees them."""
         return live(self.versions[-1].fulls, self.forks.values()) if self.versions else ()

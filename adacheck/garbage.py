@@ -18,13 +18,16 @@ from adacheck.backends.base import Backend
 from adacheck.backends.errors import Busy
 from adacheck.backends.lmdb_directory import DATA_FILE
 from adacheck.backends.lmdb_store import LmdbBackend
-from adacheck.catalogue import Rejected, versions
+from adacheck.catalogue import Fulls, Rejected, live, versions
 from adacheck.config import StoreConfig
 from adacheck.errors import NoCut
 from adacheck.finding import Tier
-from adacheck.incarnations import newest_incarnation, read_run
+from adacheck.incarnations import newest_incarnation, read_forks, read_run
 from adacheck.manifests import keys
+from adacheck.manifests.record import Fork
 from adacheck.nvme_directory import nvme_path, set_aside
+from adacheck.settled import still_explains
+from adacheck.unlisted import overlooked
 
 K = keys.Kind
 
@@ -50,15 +53,18 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """What is so at this moment: the newest incarnation, the folders that the head lists, and the newest step among them."""
+    """What is so at this moment: the newest incarnation, the folders that the head lists, those of them that are live, and the forks."""
 
     newest: int
     folders: frozenset[str]
-    step: int
+    fulls: Fulls
+    forks: tuple[Fork, ...]
 
     def may_be_written(self, name: keys.Name) -> bool:
         """Whether a full checkpoint may be in flight: the newest incarnation writes one after the other, each of a later step."""
-        return name.incarnation > self.newest or (name.incarnation == self.newest and name.step >= self.step)
+        return name.incarnation > self.newest or (
+            name.incarnation == self.newest and name.step >= max((full.step for full in self.fulls), default=0)
+        )
 
 
 class Garbage:
@@ -86,7 +92,7 @@ class Garbage:
 
         Raises:
             NoCut: there is no store at the address.
-            DamagedCut: the run's identity cannot be read.
+            DamagedCut: the run's identity or its forks cannot be read.
             BackendError: a tier does not answer, or refuses; what was removed until then is gone.
         """
         run = read_run(self._objects)
@@ -103,8 +109,8 @@ class Garbage:
             if isinstance(version, Rejected):
                 return Kept(Tier.OBJECT, version.key, f"{version.reason}; it may list what nothing else does: repair it first")
         fulls = [full for version in found[:1] if not isinstance(version, Rejected) for full in version.fulls]
-        folders, step = frozenset(full.folder for full in fulls), max((full.step for full in fulls), default=0)
-        return _Listed(newest_incarnation(self._objects), folders, step)
+        forks = read_forks(self._objects, run)
+        return _Listed(newest_incarnation(self._objects), frozenset(full.folder for full in fulls), live(fulls, forks), forks)
 
     def _folders(self, run: str) -> Iterator[Removed | Kept]:
         names = list(self._objects.list(keys.FULL_PREFIX))
@@ -140,6 +146,10 @@ class Garbage:
             return Kept(Tier.OBJECT, folder, f"incarnation {name.incarnation}, the newest, may be writing it")
         if touched_unix_s > self._before_unix_s:
             return Kept(Tier.OBJECT, folder, "it is not old enough")
+        if overlooked(self._objects, run, folder, listed.fulls, listed.forks):
+            return Kept(
+                Tier.OBJECT, folder, "no version lists it, and all that are listed are older: run --repair first, which lists it again"
+            )
         return None
 
     def _stale_uploads(self, run: str) -> Iterator[Removed | Kept]:
@@ -160,10 +170,15 @@ class Garbage:
     def _quarantine(self, tier: Tier, backend: Backend) -> Iterator[Removed]:
         for name in list(backend.list(keys.QUARANTINE_PREFIX)):
             parsed = keys.parse_quarantined(name)
-            if parsed is not None and parsed[0] <= self._before_unix_s:
-                stat = backend.stat(name)
+            stat = backend.stat(name)
+            if parsed is None or stat is None or parsed[0] > self._before_unix_s:
+                continue
+            if not still_explains(backend, parsed[1]):
                 backend.delete(name)
-                yield Removed(tier, name, 0 if stat is None else stat.size_bytes, "set aside by a repair")
+                yield Removed(tier, name, stat.size_bytes, "set aside by a repair")
+            elif stat.size_bytes:
+                backend.put(name, b"")
+                yield Removed(tier, name, stat.size_bytes, "set aside by a repair; its empty name stays, and says why something is missing")
 
     def _nvme(self, run: str) -> Iterator[Removed | Kept]:
         """What was set aside on this host: whole copies beside the one in use, and objects within it while nobody writes there."""

@@ -8,21 +8,21 @@ incarnation is taken, which would stop it.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 
 from adacheck.catalogue import Fulls, in_order, publish
 from adacheck.check_full import check_contents, check_manifest
 from adacheck.check_records import Look, Sample
 from adacheck.digest import digest
-from adacheck.finding import Tier
+from adacheck.finding import Kind, Tier
 from adacheck.incarnations import newest_incarnation
-from adacheck.keeper.cut import ForkEntry, is_live, void_fork
+from adacheck.keeper.cut import void_fork
 from adacheck.manifests import keys
 from adacheck.manifests.encoding import encode
 from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Fork, Full, FullEntry
 from adacheck.repair_case import Action, Case
 from adacheck.sense import read
+from adacheck.unlisted import overlooked
 
 K = keys.Kind
 
@@ -33,10 +33,10 @@ def publish_what_is_whole(case: Case) -> None:
         case.move(Tier.OBJECT, [key], "some steps are missing in reports of other hosts")
     broken = {key.rpartition("/")[0] for key, _ in case.damaged(Tier.OBJECT, K.MANIFEST, K.SHARD, K.OPAQUE)}
     damaged = sorted(key for key, _ in case.damaged(Tier.OBJECT, K.VERSION))
+    found, torn = _overlooked(case) if _head_is_lost(case, damaged) else ([], set())
     number = newest_incarnation(case.objects)
-    if not (broken or damaged) or not _may_publish(case, number):
+    if not (broken or damaged or found or torn) or not _may_publish(case, number):
         return
-    found = [] if not damaged or damaged[-1] < _newest_readable(case) else list(_whole_and_unlisted(case))
     lost = {entry.folder for entry in found}
 
     def change(fulls: Fulls) -> Fulls:
@@ -49,6 +49,10 @@ def publish_what_is_whole(case: Case) -> None:
     again = f", and again {', '.join(sorted(lost))}" if lost else ""
     case.actions.append(Action(Tier.OBJECT, keys.version(number, version.number), f"published: {listed}{without}{again}"))
     case.actions += [_given_up(full) for full in case.check.top.fulls if full.folder in broken]
+    manifests = [keys.manifest(folder) for folder in sorted(broken | torn)]
+    case.move(
+        Tier.OBJECT, [key for key in manifests if case.content(Tier.OBJECT, key) is not None], "of a full checkpoint that is not whole"
+    )
     if damaged:
         case.move(Tier.OBJECT, _superseded(case, damaged), "a version that cannot be read, or that one follows")
 
@@ -73,15 +77,10 @@ def _may_publish(case: Case, number: int) -> bool:
     return True
 
 
-def _newest_readable(case: Case) -> str:
-    versions = case.check.top.versions
-    return keys.version(versions[-1].incarnation, versions[-1].number) if versions else ""
-
-
 def _superseded(case: Case, damaged: list[str]) -> list[str]:
     """What to set aside: a damaged version above all that can be read, by itself; one below, with all before it, to which nothing links."""
     names = [key for key in case.check.top.names if (name := keys.parse(key)) is not None and name.kind is K.VERSION]
-    readable = _newest_readable(case)
+    readable = case.check.top.head
     below = [key for key in damaged if key < readable]
     last = max(below, default="")
     if below and not any(key <= last for key in names):
@@ -89,18 +88,25 @@ def _superseded(case: Case, damaged: list[str]) -> list[str]:
     return [key for key in names if key <= last or (key in damaged and key > readable)]
 
 
-def _whole_and_unlisted(case: Case) -> Iterator[FullEntry]:
-    """Full checkpoints newer than all that are listed whose every byte is right: a version listed them, and it is lost."""
-    top = case.check.top
-    newest = max((full.step for full in top.fulls), default=-1)
-    table = [ForkEntry(fork.incarnation, fork.cut, fork.proven) for fork in top.forks.values()]
+def _head_is_lost(case: Case, damaged: list[str]) -> bool:
+    """Whether there was a later list than the newest that can be read: a damaged one, or one that is gone."""
+    gone = any(finding.kind in (Kind.UNLISTED, Kind.NO_CUT) for finding in case.damage)
+    return gone or bool(damaged and damaged[-1] > case.check.top.head)
+
+
+def _overlooked(case: Case) -> tuple[list[FullEntry], set[str]]:
+    """The full checkpoints that a lost version listed: those whose every byte is right, and the folders of the others."""
+    top, found, torn = case.check.top, list[FullEntry](), set[str]()
     for key in top.names:
-        name = keys.parse(key)
-        if name is None or name.kind is not K.MANIFEST or name.step <= newest or not is_live(table, name.incarnation, name.step):
+        name, folder = keys.parse(key), key.rpartition("/")[0]
+        if name is None or name.kind is not K.MANIFEST or not overlooked(case.objects, case.run, folder, top.fulls, top.forks.values()):
             continue
         entry = _entry_of(case, key, name)
         if entry is not None and _is_whole(case, entry):
-            yield entry
+            found.append(entry)
+        elif entry is not None:
+            torn.add(folder)
+    return found, torn
 
 
 def _entry_of(case: Case, key: str, name: keys.Name) -> FullEntry | None:

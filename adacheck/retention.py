@@ -11,8 +11,9 @@ from itertools import groupby
 from adacheck.backends.base import Backend
 from adacheck.catalogue import Fulls, Rejected, head, in_order, publish, versions
 from adacheck.errors import ConfigError
-from adacheck.incarnations import check_newest
+from adacheck.incarnations import check_newest, read_forks
 from adacheck.manifests import keys
+from adacheck.unlisted import overlooked
 
 VERSIONS_KEPT = 8
 """Version records that stay behind the head, for `fsck` and for a damaged head."""
@@ -38,7 +39,8 @@ def prune(backend: Backend, run: str, incarnation: int, keep: int, *, busy: Coll
 
     That is what was dropped, now or by a pruning that was killed; all unlisted folders of earlier incarnations; and this
     incarnation's failed attempts: unlisted, and below the newest listed step. Uploads that were left unfinished go with them.
-    While a version record is damaged no checkpoint is deleted: it may be the one that lists it.
+    While a version record is damaged no checkpoint is deleted: it may be the one that lists it. Nor is one of an earlier incarnation
+    that a lost version may have listed (`overlooked`).
 
     Args:
         busy: folders that are being written or read, which stay.
@@ -68,14 +70,15 @@ def _unlisted(backend: Backend, run: str, incarnation: int, busy: Collection[str
     """Folders to delete with their objects, the manifest first: without it the rest is nobody's checkpoint."""
     found = list(backend.list(keys.FULL_PREFIX))  # before the head: what is published in between is then unlisted for neither
     fulls = head(backend, run).fulls
-    listed = {full.folder for full in fulls}
+    listed, forks = {full.folder for full in fulls}, read_forks(backend, run)
     newest_step = max((full.step for full in fulls), default=0)
     for folder, group in groupby(found, key=lambda key: key.rpartition("/")[0]):
         objects = [key for key in group if keys.parse(key) is not None]
         name = keys.parse(objects[0]) if objects else None
         if name is None or folder in listed or folder in busy:
             continue
-        if name.incarnation < incarnation or (name.incarnation == incarnation and name.step < newest_step):
+        earlier = name.incarnation < incarnation and not overlooked(backend, run, folder, fulls, forks)
+        if earlier or (name.incarnation == incarnation and name.step < newest_step):
             yield folder, sorted(objects, key=lambda key: key != keys.manifest(folder))
 
 

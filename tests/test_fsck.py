@@ -210,6 +210,17 @@ def test_what_cannot_be_checked_ends_with_8(golden: Copy, tmp_path: Path) -> Non
     assert list((tmp_path / "empty").iterdir()) == []
 
 
+@pytest.mark.parametrize("way", [[], ["--repair"], ["--gc"]])
+def test_json_of_what_cannot_work_says_why(golden: Copy, tmp_path: Path, way: list[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    absent, empty, wrong = f"file://{tmp_path}/absent", f"file://{tmp_path}/empty", f"{golden.uri}&ful_every=3"
+    for uri, code, words in ((absent, 8, "does not exist"), (empty, 8, "there is no run"), (wrong, 16, "did you mean")):
+        ended = run_tool(fsck.main, uri, *way, "--json")
+        report = json.loads(ended.out)
+        assert list(report) == ["version", "uri", "error", "exit_code"] and (report["version"], report["uri"]) == (1, uri)
+        assert ended.code == report["exit_code"] == code and words in report["error"] and report["error"] in ended.err
+
+
 def test_the_default_nvme_directory_inside_the_object_tier_is_no_orphan(golden: Copy) -> None:
     shutil.move(golden.root / "nvme", golden.root / "objects" / "nvme")
     ended = run_tool(fsck.main, f"file://{golden.root}/objects", "--read-data", "--json")

@@ -19,7 +19,7 @@ from adacheck.garbage import Garbage, Kept, Removed
 from adacheck.incarnations import take_incarnation
 from adacheck.manifests import keys
 from adacheck.tools import fsck
-from tests.damaged_store import STEPS, Copy, build
+from tests.damaged_store import CHANGES, STEPS, Copy, build, victim
 from tests.flipped_store import content_of
 from tests.seaweed import BUCKET, s3_server
 from tests.tool_run import run_tool
@@ -202,6 +202,22 @@ def test_what_was_set_aside_goes_when_it_is_old(store: Copy, objects: Backend) -
     removed, kept = collected(config, objects, older_than_s=DAY_S, now_unix_s=1_000_000 + DAY_S)
     names = {keys.quarantined(1_000_000, keys.RUN): 5, keys.quarantined(1_000_000, keys.CHAIN): 3, str(moved): 7}
     assert (removed, kept) == (names, {}) and not moved.exists() and mine.exists()
+
+
+@pytest.mark.parametrize("way", ["empty", "flip"])
+@pytest.mark.parametrize("kind", list(keys.Kind))
+def test_what_a_repair_settled_stays_settled(store: Copy, kind: keys.Kind, way: str) -> None:
+    name, _ = victim(store, kind)
+    content = store.read(kind, name)
+    store.write(kind, name, CHANGES[way](content * 2 if way == "flip" else content))  # so long that it is not turned back
+    assert run_tool(fsck.main, store.uri, "--repair").code == 1
+    before = json.loads(run_tool(fsck.main, store.uri, "--read-data", "--json").out)
+    assert run_tool(fsck.main, store.uri, "--gc", "--older-than", "0s").code == 0
+    ended = run_tool(fsck.main, store.uri, "--read-data", "--json")
+    report = json.loads(ended.out)
+    assert ended.code == 0 and report["newest_cut"] == before["newest_cut"], report["findings"]
+    again = json.loads(run_tool(fsck.main, store.uri, "--gc", "--older-than", "0s", "--json").out)
+    assert again["removed"] == []
 
 
 def test_beside_a_trainer_its_nvme_is_left_alone(store: Copy, objects: Backend) -> None:

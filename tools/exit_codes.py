@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
@@ -20,19 +20,20 @@ _USAGE_OF_TYPER = 2
 
 
 @contextmanager
-def reported(nothing: int) -> Iterator[None]:
-    """Turn errors into a line and an exit code; `nothing` is the code for a store without what was asked for."""
+def reported(nothing: int, tell: Callable[[Exception, int], None] = lambda _error, _code: None) -> Iterator[None]:
+    """Turn errors into a line and an exit code; `nothing` is the code for a store without what was asked for. `tell` is told first."""
     try:
         yield
     except ConfigError as error:
-        _end(error, USAGE)
+        _end(error, USAGE, tell)
     except NoCut as error:
-        _end(error, nothing)
+        _end(error, nothing, tell)
     except (AdacheckError, BackendError, FormatError, OSError) as error:
-        _end(error, OPERATIONAL)
+        _end(error, OPERATIONAL, tell)
 
 
-def _end(error: Exception, code: int) -> None:
+def _end(error: Exception, code: int, tell: Callable[[Exception, int], None]) -> None:
+    tell(error, code)
     Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False)
     raise typer.Exit(code) from error
 

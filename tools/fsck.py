@@ -5,7 +5,9 @@
 `note`), `kind`, `tier`, `name`, `expected`, `found`, `lost`, `remedy`. With `--repair` also `actions` (`tier`, `name`, `what`,
 `given_up`: a cut is lost by it) and `left`, the findings after it (`clean` and `newest_cut` are then those after it, too). `--gc`
 prints `version`, `uri`, `removed` (`tier`, `name`, `size_bytes`, `what`), `removed_bytes`, and `kept` (`tier`, `name`, `why`). Text
-tells what was done to many objects in one line, JSON for each. Fields may be added; none changes its meaning in version 1.
+tells what was done to many objects in one line, JSON for each. What could not work prints `version`, `uri`, `error` and `exit_code`
+instead (8, or 16 for a wrong address or option of a store; what the command line itself does not take is told as text only). Fields
+may be added; none changes its meaning in version 1.
 """
 
 from __future__ import annotations
@@ -124,7 +126,12 @@ def fsck(
     if gc and (repair_ or read_data or read_data_subset):
         raise typer.BadParameter("--gc does nothing else; repair first, then call it by itself")
     console = Console(soft_wrap=True, quiet=as_json_)
-    with reported(nothing=OPERATIONAL):
+
+    def tell(error: Exception, code: int) -> None:
+        if as_json_:
+            typer.echo(json.dumps({"version": JSON_VERSION, "uri": uri, "error": str(error), "exit_code": code}, indent=2))
+
+    with reported(nothing=OPERATIONAL, tell=tell):
         parsed, unseen = reading_config(uri)
         if unseen:
             typer.echo(unseen, err=True)
