@@ -7,6 +7,7 @@ Plain values are plain msgpack; what msgpack has no form for (tuples, tensors, l
 from __future__ import annotations
 
 import collections
+import math
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -22,6 +23,7 @@ from adacheck.states import dtype_name, dtype_of, empty, tensor_bytes
 DEPTH_MAX = 64
 """Most levels of nesting, out and in: each level of decoding takes some 40 KiB of the C stack."""
 
+_ELEMENTS_MAX = 2**59  # beyond, the strides even of an empty tensor overflow
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _FACTORIES: dict[str, Callable[[], Any] | None] = {"": None}
@@ -237,12 +239,9 @@ def _read_default(payload: bytes, depth: int) -> Any:
 def _read_tensor(payload: bytes, depth: int) -> torch.Tensor:
     name, shape, content = _unpack(payload, depth)
     dtype = dtype_of(name)
-    count = 1
-    for size in _list(shape):
-        if type(size) is not int or size < 0:
-            raise ValueError(f"a tensor of shape {shape}")
-        count *= size
-    if count * dtype.itemsize != len(content):
+    if not all(type(size) is int and size >= 0 for size in _list(shape)) or math.prod(filter(None, shape)) > _ELEMENTS_MAX:
+        raise ValueError(f"a tensor of shape {shape}")
+    if math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"{len(content)} bytes for a {name} tensor of shape {shape}")
     tensor = empty(shape, dtype)
     tensor_bytes(tensor)[:] = content
