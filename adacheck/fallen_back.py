@@ -8,6 +8,7 @@ from adacheck.manifests import keys
 from adacheck.nvme_directory import GENERATION, nvme_path, set_aside
 from adacheck.recovery import Cut
 from adacheck.sources import Sources
+from adacheck.unlisted import overlooked
 
 
 def fallen_back(config: StoreConfig, sources: Sources, cut: Cut | None) -> str | None:
@@ -22,6 +23,7 @@ def fallen_back(config: StoreConfig, sources: Sources, cut: Cut | None) -> str |
     if logged and sources.scan is not None:
         limit = fork_limit(sources.fork_table, sources.scan.chain.incarnation)
         newest = max(newest, logged[-1] if limit is None else min(logged[-1], limit))
+    newest = max([newest, *_overlooked(sources)])
     mend = f"adacheck-fsck '{config.uri}' --repair, run before a start, mends what can be mended"
     if step < newest:
         lost = f"{newest - step} steps are" if newest - step > 1 else "1 step is"
@@ -34,6 +36,13 @@ def fallen_back(config: StoreConfig, sources: Sources, cut: Cut | None) -> str |
     why = "what was there was moved aside" if path is not None and set_aside(path) else "a new host, or it was deleted"
     elsewhere = "steps after it are lost; if another host has them, start there"
     return f"nothing on NVMe at {config.nvme} ({why}): restored {restored}; {elsewhere}"
+
+
+def _overlooked(sources: Sources) -> list[int]:
+    """Steps of full checkpoints that a lost version may have listed."""
+    names = {key.rpartition("/")[0]: keys.parse(key) for key in sources.objects.list(keys.FULL_PREFIX)}
+    found = {folder for folder in names if overlooked(sources.objects, sources.run, folder, sources.fulls, sources.forks)}
+    return [name.step for folder, name in names.items() if name is not None and folder in found]
 
 
 def _logged(sources: Sources) -> list[int]:

@@ -12,12 +12,14 @@ from adacheck.backends.memory import MemoryBackend
 from adacheck.catalogue import head, listing, publish
 from adacheck.check import STALE_S, Check
 from adacheck.check_records import Sample
+from adacheck.fallen_back import fallen_back
 from adacheck.finding import Finding, Kind, Severity, Tier
 from adacheck.garbage import Garbage, Kept, Removed
 from adacheck.incarnations import take_incarnation, write_fork
 from adacheck.manifests import keys
 from adacheck.manifests.encoding import decode, encode
 from adacheck.manifests.record import Fork, Full, Run
+from adacheck.recovery import gather, read_newest
 from adacheck.retention import prune
 from tests.flipped_store import Content, Small, content_of, flip, loaded, restored
 
@@ -128,6 +130,15 @@ def test_a_trainer_deletes_it_only_once_a_newer_one_is_listed(small: Small) -> N
     folder = unlisted(objects, 2, 12)
     publish(objects, run, 2, listing(replace(entry, incarnation=2, step=12, folder=folder)))
     assert prune(objects, run, 2, 3) == (entry.folder,)
+
+
+@pytest.mark.parametrize("listed", [0, 1])
+def test_a_start_that_does_not_see_it_says_so(small: Small, listed: int) -> None:
+    sources = gather(run_of(loaded(small.content.objects)), loaded(without_versions(small, listed).objects), None)
+    said = fallen_back(small.config, sources, read_newest(sources))
+    assert said is not None and "not step 8, the newest there was" in said and "--repair, run before a start" in said
+    sources = gather(sources.run, loaded(small.content.objects), None)
+    assert fallen_back(small.config, sources, read_newest(sources)) is None
 
 
 def test_steps_of_an_abandoned_lineage_do_not_count_as_newer(small: Small) -> None:
