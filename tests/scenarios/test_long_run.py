@@ -53,7 +53,14 @@ def run(root: Path) -> dict[str, object]:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(ELEMENTS // TENSORS)) for _ in range(TENSORS)])
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape).bfloat16().float()
-    job = Job(model, {"optim": adamw(model.parameters())}, lambda job, n: job.optimizer.step())
+
+    def same_gradients(job: Job, n: int) -> None:
+        for parameter in job.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.clone()  # a new one each time; one that nobody drops is a part of the cut
+        job.optimizer.step()
+
+    job = Job(model, {"optim": adamw(model.parameters())}, same_gradients)
     with opened(f"file://{root}", job, full_every=FULL_EVERY) as ckpt:
         ckpt.restore()
         job.train(ckpt, 0, FIRST)
