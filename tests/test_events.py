@@ -100,7 +100,8 @@ def test_nested_step_is_one_event(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert set(travelled(found, "0.weight")) == {"value: optimizer"}
 
 
-def test_parameter_group_added_in_mid_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("trained", [True, False])
+def test_parameter_group_added_in_mid_run(tmp_path: Path, caplog: pytest.LogCaptureFixture, trained: bool) -> None:
     def adding(job: Job, n: int) -> None:
         if n == 6:
             job.optimizer.add_param_group({"params": list(job.model.get_submodule("2").parameters()), "lr": 0.1})
@@ -108,13 +109,15 @@ def test_parameter_group_added_in_mid_run(tmp_path: Path, caplog: pytest.LogCapt
 
     def made(seed: int, layers: str) -> Job:
         model = mlp(seed)
+        model[2].requires_grad_(trained)
         groups = [
             {"params": list(model.get_submodule(layer).parameters()), "lr": lr} for layer, lr in zip(layers, (1e-2, 0.1), strict=False)
         ]
         return Job(model, {"optim": adamw(groups)}, adding)
 
     found = survives(tmp_path, lambda seed: made(seed, "0"), caplog, again=lambda seed: made(seed, "02"))
-    assert set(travelled(found, "2.weight")) == {"gradient"}
+    if trained:
+        assert set(travelled(found, "2.weight")) == {"gradient"}
 
 
 def test_given_to_an_optimizer_that_does_not_step_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

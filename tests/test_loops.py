@@ -343,23 +343,6 @@ def test_groups_in_another_order_are_an_error_by_name(tmp_path: Path) -> None:
     assert other.bits() == before
 
 
-def test_a_group_is_added_with_parameters_that_are_never_stepped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def adding(job: Job, n: int) -> None:
-        if n == 6:
-            job.optimizer.add_param_group({"params": list(job.model.get_submodule("2").parameters()), "lr": 0.1})
-        plain(job, n)
-
-    def made(seed: int, layers: str) -> Job:
-        model = mlp(seed)
-        model[2].requires_grad_(False)
-        groups = [
-            {"params": list(model.get_submodule(layer).parameters()), "lr": lr} for layer, lr in zip(layers, (1e-2, 0.1), strict=False)
-        ]
-        return Job(model, {"optim": adamw(groups)}, adding)
-
-    survives(tmp_path, lambda seed: made(seed, "0"), caplog, again=lambda seed: made(seed, "02"))
-
-
 def test_a_group_that_is_taken_out_and_put_back_keeps_its_moments(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Out from step 8 to 16, over the restore at 14: the optimizer's entries of its parameters stay where they are."""
 
