@@ -29,7 +29,8 @@ from adacheck.tiling import unlike_its_tensors, unlisted, untiled
 WINDOW_BYTES = 8 << 20
 """Length of one ranged get; the small tensors beside the one asked for come with it."""
 
-_WINDOWS = 3
+WINDOWS_MAX = 3
+"""Windows that are kept at a time."""
 
 _log = logging.getLogger("adacheck")
 
@@ -93,7 +94,7 @@ def _get_checked(backend: Backend, key: str, byte_range: tuple[int, int] | None,
 
 
 class FullReader:
-    """The contents of one full checkpoint. Use it from one thread; memory: one tensor and 24 MiB.
+    """The contents of one full checkpoint. Use it from one thread; memory: one tensor, `WINDOWS_MAX` windows, and a segment.
 
     Attributes:
         entry, manifest: what it reads.
@@ -227,7 +228,7 @@ class FullReader:
         number = start // WINDOW_BYTES
         window = self._windows.pop((shard.name, number), None)
         if window is None:
-            if len(self._windows) >= _WINDOWS:
+            if len(self._windows) >= WINDOWS_MAX:
                 self._windows.popitem(last=False)
             window = _get(self._backend, self._key(shard), (number * WINDOW_BYTES, (number + 1) * WINDOW_BYTES))
         self._windows[shard.name, number] = window

@@ -28,10 +28,6 @@ from adacheck.states import State
 
 T = TypeVar("T")
 
-READ_BYTES = 32 << 20
-"""Most that reading a cut holds at a time beside its states: three windows of an object (24 MiB) and the segment that is put
-together from them, or a segment of the log and a batch of gradients (8 MiB, or one larger gradient)."""
-
 _log = logging.getLogger("adacheck")
 
 

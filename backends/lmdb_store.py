@@ -163,17 +163,6 @@ class LmdbBackend(Backend):
             if self._lock is not None:
                 self._lock.release()
 
-    def size_bytes(self) -> int:
-        """Size of the data file; it never shrinks, but free pages in it are used again."""
-        with self._gate.call():
-            return self._file.stat().st_size
-
-    def used_bytes(self) -> int:
-        """Bytes of the pages that hold live content, in whole pages."""
-        with self._gate.call(), self._translated("read its statistics"):
-            found = self._env.stat()
-            return int(found["psize"] * (found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"]))
-
     def _open(self, map_bytes: int, *, bounded: bool) -> Any:
         """Check the file and map it: with the map asked for, or the largest that the address space has room for."""
         if not self._file.is_file():

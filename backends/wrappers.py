@@ -70,24 +70,12 @@ def _can_repeat(parts: Parts) -> bool:
     return not isinstance(parts, Iterator)
 
 
-class Again:
-    """Parts (or items) made anew each time they are taken, so that a put of a generator can be tried again.
-
-    `store.put(key, Again(lambda: shard_bytes(path)))`
-    """
-
-    def __init__(self, make: Callable[[], Iterable[Buffer]]) -> None:
-        self._make = make
-
-    def __iter__(self) -> Iterator[Buffer]:
-        return iter(self._make())
-
-
 class Retrying(Wrapper):
     """Tries again what was `Unavailable`, as `retry` says; other errors pass at once.
 
-    A put can be tried again only if its parts can be taken again: a buffer, a list, or `Again`. A generator gets one attempt,
-    since keeping its bytes would have no bound. So does an atomic batch with `expect`, whose own first attempt may have changed the key.
+    A put can be tried again only if its parts can be taken again: a buffer, a list, or what makes them anew for each iteration. A
+    generator gets one attempt, since keeping its bytes would have no bound. So does an atomic batch with `expect`, whose own first
+    attempt may have changed the key.
 
     An exclusive put whose first attempt's outcome is unknown may find its own object. Then the contents are compared, and equal
     is `Created`. So what is put exclusively must differ between writers (host, pid, a random id), or two could both win.

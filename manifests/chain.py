@@ -100,19 +100,6 @@ def seal_version(version: Version) -> Version:
     return replace(version, link=link(version.previous, encode(replace(version, link=b""))))
 
 
-def check_version(version: Version, before: Version | None) -> Problem | None:
-    """Whether a version's link is right, and names `before`, the version it follows (`None`: it is the first of its run)."""
-    if before is not None and version.run != before.run:
-        return Problem(Kind.SPLICED, version.number, f"a version of run {before.run}", f"one of run {version.run}")
-    expected = NO_LINK if before is None else before.link
-    if version.previous != expected:
-        return Problem(Kind.BROKEN_LINK, version.number, f"previous link {_short(expected)}", _short(version.previous))
-    right = seal_version(version).link
-    if version.link != right:
-        return Problem(Kind.BROKEN_LINK, version.number, f"link {_short(right)}", _short(version.link))
-    return None
-
-
 def problem_of(error: FormatError, step: int) -> Problem:
     """The `Problem` that a failed `decode` stands for."""
     return Problem(_KINDS.get(type(error), Kind.MALFORMED), step, "an intact record", str(error))

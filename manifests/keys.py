@@ -186,24 +186,9 @@ def increment_slot(generation: int, step: int, slot: int) -> str:
     return _fill(_FORMS[Kind.INCREMENT_SLOT], {"generation": generation, "step": step, "slot": slot})
 
 
-def bases_prefix(generation: int) -> str:
-    """NVMe: begins the names of a generation's bases and their slots."""
-    return _fill("g{generation}/base/", {"generation": generation})
-
-
-def state_bases_prefix(generation: int, state: int) -> str:
-    """NVMe: begins the names of the bases of one state."""
-    return _fill("g{generation}/base/{state}/", {"generation": generation, "state": state})
-
-
 def base(generation: int, state: int, step: int) -> str:
     """NVMe: the `Base` record of a state at a step; with a `/` after it, the prefix of its slots."""
     return _fill(_FORMS[Kind.BASE], {"generation": generation, "state": state, "step": step})
-
-
-def base_slot(generation: int, state: int, step: int, slot: int) -> str:
-    """NVMe: the bytes of one segment of a base."""
-    return _fill(_FORMS[Kind.BASE_SLOT], {"generation": generation, "state": state, "step": step, "slot": slot})
 
 
 def all_staged_prefix(generation: int) -> str:
@@ -219,11 +204,6 @@ def staged_prefix(generation: int, step: int) -> str:
 def staged(generation: int, step: int, state: int) -> str:
     """NVMe: the `Base` record of a state staged for a full checkpoint; with a `/` after it, the prefix of its slots."""
     return _fill(_FORMS[Kind.STAGED], {"generation": generation, "step": step, "state": state})
-
-
-def staged_slot(generation: int, step: int, state: int, slot: int) -> str:
-    """NVMe: the bytes of one segment of a staged state."""
-    return _fill(_FORMS[Kind.STAGED_SLOT], {"generation": generation, "step": step, "state": state, "slot": slot})
 
 
 def history(number: int) -> str:

@@ -15,10 +15,12 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from adacheck.keeper import progress as trainer
-from adacheck.keeper.cut import is_live, kept_fulls, live_starts
+from adacheck.keeper.cut import is_live, live_starts
 from adacheck.keeper.proof import Verdict, begin_proof, must_ship
 from adacheck.keeper.protocol import Ack, Hold, Kind, adopt, is_copied, to_copy
 from adacheck.keeper.refresh import ELEMENTS_MULTIPLE, due, rolling, schedule
+from adacheck.manifests.record import FullEntry
+from adacheck.retention import retained
 from tests.protocol_restore import Restoring
 from tests.protocol_values import LAYOUT, PIECE_BYTES, TENSORS, Payload, Place, Values, replay
 
@@ -240,11 +242,11 @@ class Cluster(Restoring):
     def add_full(self, incarnation: int, step: int, parts: list[Values]) -> None:
         self.fulls[incarnation, step] = (parts, Verdict.PENDING)
         self.counts["fulls"] += 1
-        rows = [(i, s, verdict is Verdict.PROVEN) for (i, s), (_, verdict) in self.fulls.items()]
         if incarnation == self.incarnation:  # only the newest incarnation deletes
-            kept = kept_fulls(rows, self.forks, 2)
-            proven = [(s, i) for i, s, is_proven in rows if is_proven and is_live(self.forks, i, s)]
-            self.fulls = {key: full for key, full in self.fulls.items() if key in kept}
+            live = {key: verdict for key, (_, verdict) in self.fulls.items() if is_live(self.forks, *key)}
+            proven = [(s, i) for (i, s), verdict in live.items() if verdict is Verdict.PROVEN]
+            kept = retained(tuple(FullEntry(*key, "", b"", 0, verdict) for key, verdict in live.items()), 2)
+            self.fulls = {(full.incarnation, full.step): self.fulls[full.incarnation, full.step] for full in kept}
             assert not proven or max(proven)[::-1] in self.fulls, "the newest proven full checkpoint was pruned"
 
     def zombie(self) -> None:

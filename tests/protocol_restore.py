@@ -14,7 +14,6 @@ from adacheck.keeper.cut import (
     bring_in,
     choose_cut,
     common_steps,
-    full_steps,
     is_live,
     live_starts,
     reach,
@@ -86,7 +85,7 @@ class Restoring(Promises):
                 self.configured[chain] -= beyond
                 self.void[chain] |= "nvme" in beyond
         self.committed, self.durable = min(self.committed, under_way.cut), min(self.durable, under_way.cut)
-        self.published = max(full_steps(self.fulls, self.forks), default=NO_CUT)
+        self.published = max(self.full_steps(self.forks), default=NO_CUT)
 
     def destroy(self, chain: int, name: str) -> None:
         self.places[chain].pop(name, None)
@@ -155,8 +154,12 @@ class Restoring(Promises):
         todo = [(c, name) for c in range(self.chains) for name in self.names if self.host(c, name) not in away]
         return self.carry_out(under_way, self.random.sample(todo, len(todo)))
 
+    def full_steps(self, forks: list[ForkEntry]) -> frozenset[int]:
+        """Steps of the full checkpoints on the live lineage."""
+        return frozenset(step for incarnation, step in self.fulls if is_live(forks, incarnation, step))
+
     def offers(self, places: dict[str, Place], forks: list[ForkEntry]) -> list[Offer]:
-        fulls = Offer("full", Kind.OBJECT, full_steps(self.fulls, forks))
+        fulls = Offer("full", Kind.OBJECT, self.full_steps(forks))
         return [*(Offer(name, place.kind, reach(place.copy, forks)) for name, place in places.items()), fulls]
 
     def decide(self, incarnation: int, choice: Choice | None, forks: list[ForkEntry]) -> Restore:

@@ -92,7 +92,7 @@ class Place:
         for state in bases_due(plan, self.copy.bases, memory.copy.floor):
             at = memory.copy.bases.get(state)
             if at is not None and may_replace(self.copy, state, at, committed=committed, durable=durable):
-                self.copy = rebase(self.copy, state, at)
+                self.copy = rebase(self.copy, (state,), at)
                 self.values[state] = memory.values[state]
         for state, step in retirable(self.copy, committed=committed, durable=durable):
             self.copy = retire(self.copy, state, step)

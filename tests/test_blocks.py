@@ -18,6 +18,15 @@ LARGE = st.sampled_from([SEGMENT_BYTES_MAX, SEGMENT_BYTES_MAX // 2 + 1])
 SIZES = st.lists(st.one_of(st.integers(1, 300_000), LARGE), min_size=1, max_size=12)
 
 
+def assert_all_are_free(blocks: Blocks) -> None:
+    """Every block can be taken, and then no other."""
+    blocks.deadline_s = 0.0
+    taken = [blocks.reserve(SEGMENT_BYTES_MAX) for _ in range(blocks.count)]
+    assert len({id(piece.block) for piece in taken}) == blocks.count
+    with pytest.raises(PoolEmpty):
+        blocks.reserve(SEGMENT_BYTES_MAX)
+
+
 @given(SIZES)
 def test_pieces_do_not_overlap_and_every_block_comes_back(sizes: list[int]) -> None:
     blocks = Blocks(count=2 * len(sizes), deadline_s=1.0)
@@ -27,18 +36,15 @@ def test_pieces_do_not_overlap_and_every_block_comes_back(sizes: list[int]) -> N
     for number, (piece, size) in enumerate(zip(taken, sizes, strict=True)):
         assert piece.tensor().numel() == size and bool((piece.tensor() == number).all())
     blocks.seal()
-    assert blocks.in_use > 0
     for piece in taken:
         blocks.give(piece)
-    assert blocks.in_use == 0
+    assert_all_are_free(blocks)
 
 
 def test_small_pieces_between_large_ones_share_blocks() -> None:
-    blocks = Blocks(count=7, deadline_s=0.1)
-    for _ in range(6):
-        blocks.reserve(4096)
-        blocks.reserve(SEGMENT_BYTES_MAX)
-    assert blocks.in_use == 7
+    blocks = Blocks(count=12, deadline_s=0.1)
+    pieces = [blocks.reserve(size) for _ in range(6) for size in (4096, SEGMENT_BYTES_MAX)]
+    assert len({id(piece.block) for piece in pieces}) == 7
 
 
 def test_a_block_with_an_open_piece_is_not_reused() -> None:
@@ -65,7 +71,7 @@ def test_who_waits_for_a_block_gets_the_next_that_comes_back() -> None:
 
 
 def test_after_wait_every_piece_is_copied_and_submitted_in_order() -> None:
-    blocks, submitted = Blocks(count=64, deadline_s=1.0), list[Piece]()
+    blocks, submitted = Blocks(count=4, deadline_s=1.0), list[Piece]()
     copier = Copier(submitted.append)
     for turn in range(20):
         sources = [torch.full((1000 + i,), 7 * turn + i, dtype=torch.uint8) for i in range(30)]
@@ -80,4 +86,4 @@ def test_after_wait_every_piece_is_copied_and_submitted_in_order() -> None:
             blocks.give(piece.where)
         submitted.clear()
     copier.stop()
-    assert blocks.in_use == 0
+    assert_all_are_free(blocks)

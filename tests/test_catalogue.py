@@ -34,7 +34,7 @@ from adacheck.incarnations import (
 )
 from adacheck.keeper.cut import NO_LIMIT
 from adacheck.manifests import keys
-from adacheck.manifests.chain import check_version, seal_version
+from adacheck.manifests.chain import NO_LINK, seal_version
 from adacheck.manifests.encoding import encode
 from adacheck.manifests.errors import NewerFormat
 from adacheck.manifests.record import Fork, FullEntry, StateSpec, TensorSpec, Version
@@ -81,7 +81,8 @@ def test_versions_are_numbered_and_linked() -> None:
     assert [found.number for found in newest_first if isinstance(found, Version)] == [3, 2, 1]
     third, second, first = newest_first
     assert isinstance(first, Version) and isinstance(second, Version) and isinstance(third, Version)
-    assert check_version(first, None) is None and check_version(second, first) is None and check_version(third, second) is None
+    assert [found.previous for found in (first, second, third)] == [NO_LINK, first.link, second.link]
+    assert [seal_version(found) for found in (first, second, third)] == [first, second, third]
     assert steps(head(backend, RUN)) == [10, 20, 30]
 
 

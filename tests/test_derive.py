@@ -153,7 +153,7 @@ class Log:
         for state in with_derived(self.copy, wanted, step):
             if state in self.truth[step] and may_replace_base(self.copy, state, step, **allowed):
                 self.bases[state] = self.truth[step][state]
-                self.copy = rebase(self.copy, state, step)
+                self.copy = rebase(self.copy, (state,), step)
                 self.check()
         for state, at in retirable(self.copy, **allowed):
             self.copy = retire(self.copy, state, at)

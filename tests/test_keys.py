@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adacheck.backends.base import check_key
+from adacheck.keeper.stored import slot_key
 from adacheck.manifests import keys
 from adacheck.manifests.errors import OutOfRange
 from adacheck.manifests.keys import Kind, Name
@@ -44,12 +45,12 @@ EXAMPLES = {
     keys.increment(2, 17): ("g00000002/inc/s000000000017", Name(Kind.INCREMENT, generation=2, step=17)),
     keys.increment_slot(2, 17, 5): ("g00000002/inc/s000000000017/000005", Name(Kind.INCREMENT_SLOT, generation=2, step=17, slot=5)),
     keys.base(2, 8, 17): ("g00000002/base/000008/s000000000017", Name(Kind.BASE, generation=2, state=8, step=17)),
-    keys.base_slot(2, 8, 17, 5): (
+    slot_key(keys.base(2, 8, 17), 5): (
         "g00000002/base/000008/s000000000017/000005",
         Name(Kind.BASE_SLOT, generation=2, state=8, step=17, slot=5),
     ),
     keys.staged(2, 17, 8): ("g00000002/full/s000000000017/000008", Name(Kind.STAGED, generation=2, step=17, state=8)),
-    keys.staged_slot(2, 17, 8, 5): (
+    slot_key(keys.staged(2, 17, 8), 5): (
         "g00000002/full/s000000000017/000008/000005",
         Name(Kind.STAGED_SLOT, generation=2, step=17, state=8, slot=5),
     ),
@@ -132,8 +133,6 @@ def test_prefixes_begin_what_they_should_and_nothing_else() -> None:
     assert under(keys.generation_prefix(2)) == on_nvme
     assert under(keys.generation_prefix(3)) == {Kind.INCREMENT}
     assert under(keys.increments_prefix(2)) == {Kind.INCREMENT, Kind.INCREMENT_SLOT}
-    assert under(keys.bases_prefix(2)) == {Kind.BASE, Kind.BASE_SLOT}
-    assert under(keys.state_bases_prefix(2, 9)) == {Kind.BASE}
     assert under(keys.all_staged_prefix(2)) == {Kind.STAGED, Kind.STAGED_SLOT}
     assert under(keys.staged_prefix(2, 18)) == {Kind.STAGED}
     assert under(keys.INCARNATIONS_PREFIX) == {Kind.INCARNATION}

@@ -123,33 +123,33 @@ def test_a_base_is_replaced_only_at_or_below_the_durable_step() -> None:
     assert not may_replace_base(copy, 0, 5, committed=5, durable=4)
     assert not may_replace_base(copy, 0, 5, committed=4, durable=9)
     assert not may_replace_base(copy, 0, 7, committed=9, durable=9), "above what it holds a base would leave a gap"
-    assert not may_replace_base(rebase(copy, 0, 4), 0, 4, committed=9, durable=9)
+    assert not may_replace_base(rebase(copy, (0,), 4), 0, 4, committed=9, durable=9)
     assert may_replace_base(copy, 7, 0, committed=0, durable=0), "a state without a base gets its first one"
     later = rebuilt(1, 1, 5, [0])
     assert not may_replace_base(later, 7, 4, committed=9, durable=9), "nothing below the log leads on from there"
 
 
 def test_pruning_keeps_the_increment_at_the_least_base_and_all_after_it() -> None:
-    copy = rebase(filled(6), 0, 5)
+    copy = rebase(filled(6), (0,), 5)
     assert prune(copy) == (copy, ()), "the other state still needs them"
-    copy, dropped = prune(rebase(copy, 1, 3))
+    copy, dropped = prune(rebase(copy, (1,), 3))
     assert dropped == (1, 2) and sorted(copy.held) == [3, 4, 5, 6] and copy.floor == 5 and copy.top == 6
 
 
 def test_pruning_keeps_the_birth_of_a_state_without_a_base() -> None:
     copy = filled(6, held={3: Held(frozenset({7}))})
-    copy, dropped = prune(rebase(rebase(copy, 0, 5), 1, 5))
+    copy, dropped = prune(rebase(rebase(copy, (0,), 5), (1,), 5))
     assert dropped == (1, 2)
     assert copy.first_needed == 3 and copy.floor == 5
     assert applicable(copy, 6) == tuple((n, frozenset(states)) for n, states in [(3, {7}), (4, {7}), (5, {7}), (6, {0, 1, 7})])
     assert applied(copy, 6).bases == {0: 6, 1: 6, 7: 6}
-    assert prune(rebase(copy, 7, 6))[1] == (3, 4)
+    assert prune(rebase(copy, (7,), 6))[1] == (3, 4)
 
 
 def test_the_base_of_an_ended_state_goes_when_no_promised_cut_needs_it() -> None:
     copy = filled(6, held={4: Held(removed=frozenset({1}))})
     assert retirable(copy, committed=6, durable=6) == (), "the floor would be lost: no other base is at 4 or above"
-    copy = rebase(copy, 0, 4)
+    copy = rebase(copy, (0,), 4)
     assert retirable(copy, committed=6, durable=3) == () and retirable(copy, committed=6, durable=4) == ((1, 4),)
     copy = retire(copy, 1, 4)
     assert copy.floor == 4 and retirable(copy, committed=6, durable=6) == ()
@@ -167,7 +167,7 @@ def test_a_scan_of_the_log_finds_the_copy_that_was_written(rand: random.Random) 
         state, step = rand.randrange(2), rand.randrange(1, 9)
         ended = any(n <= step and state in increment.removed for n, increment in copy.held.items())
         if not ended and may_replace_base(copy, state, step, committed=9, durable=9):
-            copy = rebase(copy, state, step)
+            copy = rebase(copy, (state,), step)
         for state, step in retirable(copy, committed=9, durable=rand.randrange(9)):
             copy = retire(copy, state, step)
         copy, _ = prune(copy)
@@ -296,7 +296,7 @@ def test_the_log_stays_short_and_can_always_be_read_back(rand: random.Random, lo
         shadow, _ = prune(applied(shadow, step - 1))
         for state in bases_due(rolling([(state, 1) for state in sorted(shadow.bases)], log_steps), copy.bases, step - 1):
             if may_replace_base(copy, state, shadow.bases[state], committed=step - 1, durable=step - 1):
-                copy = rebase(copy, state, shadow.bases[state])
+                copy = rebase(copy, (state,), shadow.bases[state])
         for state, at in retirable(copy, committed=step - 1, durable=step - 1):
             copy = retire(copy, state, at)
         copy, _ = prune(copy)

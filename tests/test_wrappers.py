@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from adacheck.backends.errors import BackendError, Denied, Full, Unavailable
 from adacheck.backends.memory import MemoryBackend
 from adacheck.backends.object_store import ObjectStore
 from adacheck.backends.retry import Retry
-from adacheck.backends.wrappers import Again, Limited, Retrying
+from adacheck.backends.wrappers import Limited, Retrying
 from tests.backend_suite import BackendTests
 from tests.faults import Fault, Faulty, at_calls, seeded
 
@@ -40,6 +40,16 @@ _ONE_SHOT = {
     "test_a_broken_generator_leaves_the_object_as_it_was",
     "test_it_behaves_like_a_dict",
 }
+
+
+class Anew:
+    """Parts made anew each time they are taken, as a shard's are."""
+
+    def __init__(self, make: Callable[[], Iterator[Buffer]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return self._make()
 
 
 class TestLimited(BackendTests):
@@ -114,7 +124,7 @@ def test_only_passing_faults_are_tried_again(error: BackendError) -> None:
 
 
 def test_a_lost_reply_to_an_exclusive_put_is_our_own() -> None:
-    for parts in (b"mine", [b"mi", b"ne"], Again(lambda: iter([b"m", b"", b"ine"]))):
+    for parts in (b"mine", [b"mi", b"ne"], Anew(lambda: iter([b"m", b"", b"ine"]))):
         backend, _, _ = _retrying({1: _passing(after=True)})
         assert backend.put("version", parts, exclusive=True) == Created()
         assert backend.get("version") == b"mine"
@@ -144,7 +154,7 @@ def test_a_generator_gets_one_attempt() -> None:
     with pytest.raises(Unavailable):
         backend.put("a", parts())
     assert (faulty.calls, len(taken)) == (1, 1)
-    assert backend.put("a", Again(parts)) == Created()
+    assert backend.put("a", Anew(parts)) == Created()
     assert (faulty.calls, len(taken)) == (3, 3)
 
 

@@ -95,11 +95,6 @@ class Blocks:
         """The keeper needs this piece no more."""
         self._release(piece.block)
 
-    @property
-    def in_use(self) -> int:
-        """Blocks that are out."""
-        return self._made - len(self._free)
-
     def _release(self, block: Block) -> None:
         with self._changed:
             block.pieces -= 1

@@ -16,7 +16,7 @@ from adacheck.keeper.apply import Applied, Applier
 from adacheck.keeper.certify import Certifier
 from adacheck.keeper.full_thread import FullThread
 from adacheck.keeper.log_thread import lose_nvme
-from adacheck.keeper.protocol import advance, applicable, may_replace_base, prune, rebase_all, retirable, retire, with_derived
+from adacheck.keeper.protocol import advance, applicable, may_replace_base, prune, rebase, retirable, retire, with_derived
 from adacheck.keeper.scan import held_of
 from adacheck.keeper.shared import Shared
 from adacheck.keeper.window import Window
@@ -135,7 +135,7 @@ class ApplyThread:
             if due:
                 chain.nvme_copy.roll([chain.shadow[state] for state in due], step, certificates)
             with shared.changed:
-                chain.nvme = rebase_all(chain.nvme, due, step)
+                chain.nvme = rebase(chain.nvme, due, step)
                 ended = retirable(chain.nvme, **allowed)
                 for state, at in ended:
                     chain.nvme = retire(chain.nvme, state, at)

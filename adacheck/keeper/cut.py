@@ -87,18 +87,6 @@ def reach(copy: Copy, forks: Iterable[ForkEntry]) -> range:
     return range(copy.floor, (copy.top if limit is None else min(copy.top, limit)) + 1)
 
 
-def full_steps(fulls: Iterable[tuple[int, int]], forks: Sequence[ForkEntry]) -> frozenset[int]:
-    """Steps of the full checkpoints, given as (incarnation, step), that are on the live lineage."""
-    return frozenset(step for incarnation, step in fulls if is_live(forks, incarnation, step))
-
-
-def kept_fulls(fulls: Iterable[tuple[int, int, bool]], forks: Sequence[ForkEntry], keep: int) -> frozenset[tuple[int, int]]:
-    """Retention: of full checkpoints (incarnation, step, proven) the newest `keep` on the live lineage and the newest proven one."""
-    live = sorted({(step, incarnation, proven) for incarnation, step, proven in fulls if is_live(forks, incarnation, step)})
-    chosen = live[-max(keep, 1) :] + [entry for entry in live if entry[2]][-1:]
-    return frozenset((incarnation, step) for step, incarnation, _ in chosen)
-
-
 def common_steps(offers: Mapping[int, Sequence[Offer]]) -> frozenset[int]:
     """Every cut that can be restored: the steps that each chain has a source for. Empty without chains."""
     reached = [frozenset().union(*(offer.steps for offer in of_chain)) for of_chain in offers.values()]

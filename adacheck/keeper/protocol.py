@@ -189,13 +189,8 @@ def with_derived(copy: Copy, states: Iterable[int], at_step: int) -> tuple[int, 
     return tuple(ordered)
 
 
-def rebase(copy: Copy, state: int, step: int) -> Copy:
-    """The copy with a new base of the state at `step`; ask `may_replace_base` first."""
-    return rebase_all(copy, (state,), step)
-
-
-def rebase_all(copy: Copy, states: Collection[int], step: int) -> Copy:
-    """`rebase` of several states at once."""
+def rebase(copy: Copy, states: Collection[int], step: int) -> Copy:
+    """The copy with new bases of these states at `step`; ask `may_replace_base` first."""
     if not states:
         return copy
     return replace(copy, bases={**copy.bases, **dict.fromkeys(states, step)}, floor=max(copy.floor, step))

@@ -1,7 +1,7 @@
-"""The most memory of a restore, and of the first step after it, is at most that of a fresh start, one segment and a stated buffer.
+"""The most memory of a restore, and of the first step after it, is at most that of a fresh start, one segment, and what reading holds.
 
 A fresh start certifies replays on copies of the states, so that bound is wide. `restore()` itself is held to a narrower one: what is
-there when it returns (live moments and shadow), one segment, and the buffer. A copy more of the states does not fit into that.
+there when it returns (live moments and shadow), one segment, and what reading holds. A copy more of the states does not fit into that.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from typing import Any
 
 import pytest
 
+from adacheck.full_reader import WINDOW_BYTES, WINDOWS_MAX
+from adacheck.keeper import replay
 from adacheck.keeper.nvme import BATCH_BYTES
 from adacheck.manifests import keys
 from adacheck.manifests.record import SEGMENT_BYTES_MAX
-from adacheck.recovery import READ_BYTES
 from tests.damaged_store import Copy, flip
 from tests.scenarios.memory_of_start import MALLOC, MOMENTS_BYTES, STATES_BYTES
 from tests.tidy import ROOT
 
 DEADLINE_S = 120
 REPLAYED = 8
+
+READ_BYTES = SEGMENT_BYTES_MAX + max(WINDOWS_MAX * WINDOW_BYTES, replay.BATCH_BYTES)
+"""Reading a cut holds a segment, and beside it either windows of the object it lies in, or the gradients that are replayed together."""
 
 TRANSACTION_BYTES = min(BATCH_BYTES, STATES_BYTES)
 """A restore that did not read the log begins a new one: LMDB holds what is written to it until it is committed."""
