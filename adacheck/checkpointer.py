@@ -16,24 +16,17 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from adacheck import catalogue, install, start
+from adacheck import install, start
 from adacheck.backends.errors import BackendError
-from adacheck.capture.blocks import Blocks, PoolEmpty
+from adacheck.capture.blocks import PoolEmpty
 from adacheck.capture.forgotten import Forgotten
-from adacheck.capture.hooks import Capture
 from adacheck.capture.inventory import Inventory
-from adacheck.capture.pieces import PieceWriter
 from adacheck.errors import AdacheckError, Closed, Detached, NotDurable, NotRestored
+from adacheck.generations import Generations
 from adacheck.install import Stateful
 from adacheck.keeper import proof, refresh
-from adacheck.keeper.certify import Certifier
 from adacheck.keeper.driver import Keeper
-from adacheck.manifests.record import FullEntry
-from adacheck.memory_need import fit
-from adacheck.nvme_directory import nvme_path
-from adacheck.pace import Pace
 from adacheck.preemption import finish_on_sigterm, forget
-from adacheck.reattach import begin_generation
 from adacheck.recovery import Cut
 from adacheck.reports import Reports
 from adacheck.restore_notes import notes
@@ -42,12 +35,6 @@ from adacheck.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from adacheck.store import Store
-
-RETRY_STEPS = 32
-"""Steps after which a keeper that gave up is begun again."""
-
-BLOCK_DEADLINE_S = 60.0
-"""Longest the trainer waits for a block before the keeper is taken for stuck, and training goes on without it."""
 
 CERTIFYING_STEPS_MAX = 1
 """Most steps that may wait to be applied while most states go whole beside their gradients: that ends with the keeper's verdicts."""
@@ -63,18 +50,13 @@ class Checkpointer:
         self._config = store.config
         self._step = 0
         self._start: start.Start | None = None
-        self._keeper: Keeper | None = None
-        self._pace = Pace()
-        self._blocks = Blocks(0, min(store.config.deadline_s, BLOCK_DEADLINE_S))
-        self._writer = PieceWriter(self._blocks, self._submit)
-        self._capture = Capture(inventory, self._writer, self._verdicts, self._detach)
+        self._generations = Generations(store.config, store.objects, inventory)
+        self._capture, self._pace = self._generations.capture, self._generations.pace
         self._forgotten = Forgotten(inventory, self._extra)
         self._schedule: tuple[refresh.Layout, refresh.Schedule] | None = None
         self._reports = Reports()
         self._blocked_s = 0.0
-        self._budget, self._pid = 0, os.getpid()
-        self._retry_at: int | None = None
-        self._before_gap = (-1, 0, 0)  # step a new generation began after, and what was committed and durable then
+        self._pid = os.getpid()
         self._closed = False
         self.restored: Cut | None = None
         """The cut `restore()` returned: source, increments replayed; without its states."""
@@ -110,7 +92,7 @@ class Checkpointer:
                 install.install(cut, self._inventory, self._extra)
             finally:
                 self._capture.suspended = False
-        self._attach_keeper(begun, cut)
+        self._start_keeping(begun, cut)
         if cut is not None:
             self.restored = replace(cut, states={})
             self._step = cut.step
@@ -140,7 +122,7 @@ class Checkpointer:
             try:
                 self._make_increment(keeper)
             except PoolEmpty as error:
-                self._detach(error)
+                self._generations.detach(error)
             except BaseException as error:  # half an increment cannot be taken back: a new base will follow
                 keeper.shared.fail(Detached(f"step {self._step} could not be captured: {type(error).__name__}: {error}"))
                 raise
@@ -148,7 +130,7 @@ class Checkpointer:
             _log.warning("%s", line)
         self._reports.say(keeper, raising=self._config.on_error == "raise")
         if isinstance(keeper.failure, Detached):
-            self._reattach(keeper)
+            self._generations.go_on(self._begin(), self._step)
         self._blocked_s = self._capture.take_blocked_s() + time.perf_counter() - begun
 
     def status(self) -> Status:
@@ -157,7 +139,8 @@ class Checkpointer:
         keeper = self._keeper
         if keeper is None:
             return Status(self._step)
-        return status_of(self._step, keeper, self._before_gap, self._blocked_s * 1e3, self._blocks.blocked_s * 1e3)
+        before_gap, waited_s = self._generations.before_gap, self._generations.blocks.blocked_s
+        return status_of(self._step, keeper, before_gap, self._blocked_s * 1e3, waited_s * 1e3)
 
     def inexact(self, step: int) -> tuple[str, ...]:
         """Names of the states whose bytes in the cut at `step` were found to differ from the trainer's."""
@@ -250,61 +233,18 @@ class Checkpointer:
                 f"run {begun.sources.run} has cuts, the newest is step {newest}: write `start = ckpt.restore()` before the training loop "
                 "and begin it at `start`, or give a new run another URI"
             )
-        self._attach_keeper(begun, None)
+        self._start_keeping(begun, None)
 
-    def _attach_keeper(self, begun: start.Start, cut: Cut | None) -> None:
-        tensors = [t for live in self._inventory.states.values() for t in live.tensors().values()]
-        trained = [live.parameter for live in self._inventory.states.values() if live.optimizer is not None]
-        state_bytes = sum(t.numel() * t.element_size() for t in tensors)
-        gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
-        state_bytes = max(state_bytes, 3 * gradient_bytes)  # optimizer tensors may be still to come
-        held_bytes = sum(state.size_bytes for state in cut.states.values()) if cut else 0
-        log = nvme_path(self._config, begun.sources.run)
-        self._blocks.count, self._budget = fit(self._config, gradient_bytes, state_bytes, held_bytes, self._refresh_steps(), log)
-        chain = start.bring_copies_in(begun, cut)
-        self._keeper = Keeper(chain, self._config, self._budget, self._blocks, self._store.objects, begun.sources.fulls)
-        self._capture.restored(chain.shadow)
-        self._pace.round(self._keeper)
-        self._keeper.start()
+    @property
+    def _keeper(self) -> Keeper | None:
+        return self._generations.keeper
+
+    def _start_keeping(self, begun: start.Start, cut: Cut | None) -> None:
+        self._generations.begin(begun, cut)
         self._forgotten.begin()
         self._pid = os.getpid()
         atexit.register(self._at_exit)
         finish_on_sigterm(self._on_sigterm)
-
-    def _reattach(self, failed: Keeper) -> None:
-        """After a keeper gave up: begin a new generation at this step, if its threads have ended and `RETRY_STEPS` have passed."""
-        if self._retry_at is None:
-            self._retry_at = self._step + RETRY_STEPS
-            self._capture.suspended = True
-            failed.stop(0.0)
-        if self._step < self._retry_at or failed.running or self._start is None:
-            return
-        self._retry_at = self._step + RETRY_STEPS
-        try:
-            chain = begin_generation(self._start, failed.shared.chain, self._step)
-        except (AdacheckError, BackendError) as error:
-            _log.warning("checkpoints cannot begin again yet: %s", error)
-            return
-        old, self._retry_at = self.status(), None
-        self._before_gap = (self._step, old.committed, old.durable)
-        self._use_new_blocks(self._blocks.count)
-        self._keeper = Keeper(chain, self._config, self._budget, self._blocks, self._store.objects, self._listed())
-        self._capture.restored(())
-        self._capture.suspended = False
-        self._schedule = None
-        self._keeper.start()
-        _log.warning(
-            "checkpoints begin again with step %d; steps %d to %d cannot be restored", self._step + 1, old.committed + 1, self._step
-        )
-
-    def _use_new_blocks(self, count: int) -> None:
-        self._writer.close()
-        self._blocks = Blocks(count, self._blocks.deadline_s, self._blocks.blocked_s)
-        self._writer = self._capture.writer = PieceWriter(self._blocks, self._submit)
-
-    def _listed(self) -> tuple[FullEntry, ...]:
-        assert self._start is not None
-        return catalogue.head(self._store.objects, self._start.sources.run).fulls
 
     def _make_increment(self, keeper: Keeper) -> None:
         self._pace.round(keeper)
@@ -316,14 +256,12 @@ class Checkpointer:
         stepped = self._capture.stepped
         draft = self._capture.finish(self._step, ranges, keeper.drifted())
         for name, content in install.opaque_items(self._inventory, self._extra, self._capture.unattached, stepped=stepped):
-            self._writer.send_opaque(name, content)
-        self._writer.seal()
-        if draft.values or draft.removed:
-            self._schedule = None
+            self._capture.writer.send_opaque(name, content)
+        self._capture.writer.seal()
         keeper.submit(replace(draft, committed=progress.committed, durable=progress.durable, blocked_us=round(self._blocked_s * 1e6)))
         certifying = 2 * len(draft.comparable) > len(draft.gradients)
         most = CERTIFYING_STEPS_MAX if certifying else max(self._config.log_steps // 2, CERTIFYING_STEPS_MAX)
-        self._pace.keep(keeper, most, self._blocks)
+        self._pace.keep(keeper, most, self._generations.blocks)
 
     def _plan(self) -> refresh.Schedule | None:
         """Which ranges are refreshed when; made anew when the states have changed."""
@@ -332,24 +270,8 @@ class Checkpointer:
             for number, live in sorted(self._inventory.states.items())
         ]
         if self._schedule is None or self._schedule[0] != layout:
-            self._schedule = (layout, refresh.schedule(layout, self._refresh_steps()))
+            self._schedule = (layout, refresh.schedule(layout, self._config.refresh_steps))
         return self._schedule[1]
-
-    def _refresh_steps(self) -> int:
-        return 1 if self._config.verify == "step" else self._config.refresh
-
-    def _submit(self, message: object) -> None:
-        assert self._keeper is not None
-        self._keeper.submit(message)  # type: ignore[arg-type]
-
-    def _detach(self, error: Exception) -> None:
-        if self._keeper is None:
-            raise error
-        what = "the keeper did not keep up" if isinstance(error, PoolEmpty) else "its gradients could not be captured"
-        self._keeper.shared.fail(Detached(f"step {self._step + 1}: {what}: {error}"))
-
-    def _verdicts(self) -> Certifier:
-        return self._keeper.shared.chain.certifier if self._keeper is not None else Certifier()
 
     def _make_durable(self, keeper: Keeper) -> None:
         self.drain()
@@ -371,9 +293,7 @@ class Checkpointer:
 
     def _release(self) -> None:
         self._forgotten.end()
-        self._writer.close()
-        if self._keeper is not None:
-            self._keeper.stop(self._config.deadline_s)
+        self._generations.end()
         if self._start is not None:
             self._start.release()
 

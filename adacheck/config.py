@@ -76,6 +76,11 @@ class StoreConfig:
         return f"{self.address}?nvme={self.nvme or 'none'}"
 
     @property
+    def refresh_steps(self) -> int:
+        """Steps in which every byte is sent once to be compared, `verify=step` considered."""
+        return 1 if self.verify == "step" else self.refresh
+
+    @property
     def zstd_level(self) -> int | None:
         """Level of `compress=zstd:LEVEL`, `None` for no compression."""
         return int(self.compress.removeprefix("zstd:")) if self.compress != "none" else None

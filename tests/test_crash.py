@@ -98,7 +98,7 @@ def test_a_crash_at_any_operation_around_a_new_generation_loses_nothing_durable(
     recorder = Recorder(fast / "run", fast / "images")
     with monkeypatch.context() as patched:
         patched.setattr("adacheck.start.LmdbBackend", recorder.open_nvme)
-        patched.setattr("adacheck.checkpointer.RETRY_STEPS", 2)
+        patched.setattr("adacheck.generations.RETRY_STEPS", 2)
         objects = ObjectStore(f"file://{recorder.root}/objects", files=recorder.files)
         process = Process(recorder.root, objects, nvme="" if nvme else "none")
         recorder.durable = lambda: process.ckpt.status().durable

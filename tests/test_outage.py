@@ -303,7 +303,7 @@ def test_a_keeper_that_is_stuck_is_given_up_after_the_deadline(
     process = Process(fast, options={"deadline_s": 5})
     process.ckpt.restore()
     steps(process, 3)
-    process.ckpt._blocks.count, process.ckpt._blocks.deadline_s = 2, 0.2
+    process.ckpt._generations.blocks.count, process.ckpt._generations.blocks.deadline_s = 2, 0.2
     gate.clear()
     for _ in range(1000):
         process.step(drain=False)

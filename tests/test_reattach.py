@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from adacheck import checkpointer as checkpointer_module
+from adacheck import generations
+from adacheck.backends.errors import Unavailable
 from adacheck.errors import Detached
+from adacheck.manifests import keys
 from adacheck.store import Store
 from adacheck.tools import fsck
+from tests.faults import Fault, Faulty
 from tests.tool_run import run_tool
 
 
@@ -31,7 +34,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_a_keeper_that_gave_up_is_begun_again_with_a_new_base(
     tmp_path: Path, nvme: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpointer_module, "RETRY_STEPS", 3)
+    monkeypatch.setattr(generations, "RETRY_STEPS", 3)
     uri = f"file://{tmp_path}/run" + (f"?nvme={nvme}" if nvme else "")
     store = Store.open(uri, full_every=100)
     model, optimizer = make()
@@ -70,7 +73,7 @@ def test_a_keeper_that_gave_up_is_begun_again_with_a_new_base(
 
 
 def test_the_old_cut_stays_until_the_new_generation_has_its_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointer_module, "RETRY_STEPS", 1)
+    monkeypatch.setattr(generations, "RETRY_STEPS", 1)
     store = Store.open(f"file://{tmp_path}/run")
     model, optimizer = make()
     ckpt = store.attach(model, optimizer)
@@ -98,6 +101,44 @@ def test_the_old_cut_stays_until_the_new_generation_has_its_first(tmp_path: Path
     again.close()
 
 
+def test_an_object_tier_that_fails_while_checkpoints_begin_again_stops_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It took the new incarnation and its fork, and then does not say which full checkpoints there are."""
+    monkeypatch.setattr(generations, "RETRY_STEPS", 1)
+    puts: list[str] = []
+
+    def fails(call: int, method: str, key: str) -> Fault | None:
+        if method == "put":
+            puts.append(key)
+        begins = puts[-1:] == [keys.fork(2)] and method == "list" and key == keys.VERSIONS_PREFIX
+        if begins:
+            puts.append("said once")
+        return Fault(Unavailable("as if the network were gone")) if begins else None
+
+    store = Store.open(f"file://{tmp_path}/run?full_every=1000")
+    store.objects = Faulty(store.objects, fails)
+    model, optimizer = make()
+    ckpt = store.attach(model, optimizer)
+    ckpt.restore()
+    for _ in range(3):
+        train(model, optimizer)
+        ckpt.step()
+    ckpt.drain()
+    assert ckpt._keeper is not None
+    ckpt._keeper.shared.fail(Detached("simulated"))
+    while ckpt.status().failure is not None:
+        train(model, optimizer)
+        ckpt.step()
+    assert "said once" in puts and "cannot begin again yet: as if the network were gone" in caplog.text
+    train(model, optimizer)
+    ckpt.step()
+    steps = ckpt.status().step
+    ckpt.close()
+    with Store.open(f"file://{tmp_path}/run").attach(*make()) as again:
+        assert again.restore() == steps
+
+
 class Item:
     """Part of `extra` that fails once."""
 
@@ -115,7 +156,7 @@ class Item:
 
 
 def test_a_step_that_raised_half_way_is_no_part_of_any_later_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointer_module, "RETRY_STEPS", 2)
+    monkeypatch.setattr(generations, "RETRY_STEPS", 2)
     item = Item()
     model, optimizer = make()
     ckpt = Store.open(f"file://{tmp_path}/run").attach(model, optimizer, extra={"item": item})
