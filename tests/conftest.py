@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,17 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("repeat", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, max_examples=1_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+
+
+def pytest_collection_finish() -> None:
+    """Take the hundreds of thousands of objects that imports and collection leave out of what the collector goes through.
+
+    Each checkpointer asks once who refers to its optimizers, which goes through all that is not frozen, as full collections do.
+    """
+    import torch._dynamo  # noqa: F401 - half of them; the first optimizer would import it
+
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

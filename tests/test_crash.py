@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,25 @@ def check(image: Image, expected: list[Snapshot]) -> int:
     process.abandon()
     shutil.rmtree(image.path)
     return first
+
+
+@pytest.mark.parametrize("ended", ["abandoned", "closed"])
+def test_nothing_is_left_of_a_process_that_has_ended(fast: Path, ended: str) -> None:
+    """Neither memory nor a thread, or each of the hundreds of processes here would slow down all that follow."""
+    before = set(threading.enumerate())
+    process = Process(fast)
+    process.ckpt.restore()
+    for _ in range(3):
+        process.step()
+    if ended == "closed":
+        process.ckpt.close()
+    else:
+        process.abandon()
+    left: list[weakref.ref[object]] = [weakref.ref(part) for part in (process.ckpt, process.run.model, process.run.optimizer)]
+    del process
+    gc.collect()
+    assert [each() for each in left] == [None, None, None]
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize("drain", [True, False], ids=["lockstep", "free"])

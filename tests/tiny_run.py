@@ -20,6 +20,7 @@ from adacheck.backends.base import Backend
 from adacheck.backends.object_store import ObjectStore
 from adacheck.checkpointer import Checkpointer
 from adacheck.config import parse
+from adacheck.preemption import forget
 from adacheck.store import Store
 
 Snapshot = Mapping[str, bytes]
@@ -133,13 +134,10 @@ class Process:
     def abandon(self) -> None:
         """End it without any of the good deeds of `close()`: threads stop where they are, nothing more is made durable."""
         atexit.unregister(self.ckpt._at_exit)
-        self.ckpt._capture.remove()
+        forget(self.ckpt._on_sigterm)
         self.ckpt._closed = True
-        keeper, start = self.ckpt._keeper, self.ckpt._start
-        if keeper is not None:
-            keeper.stop(20)
-        if start is not None:
-            start.release()
+        self.ckpt._capture.remove()
+        self.ckpt._release()
 
 
 def plain_objects(root: Path) -> Backend:
