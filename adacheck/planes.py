@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+from functools import lru_cache
 
 import numpy as np
 import zstandard
@@ -28,12 +29,14 @@ def packed(codec: str, width: int) -> str:
     return f"{codec}+zstd{width}"
 
 
+@lru_cache(maxsize=64)  # asked for each segment, and there are few
 def unpacked(codec: str) -> str:
     """The codec of a segment's bytes once they are unpacked: `bf16` of `bf16+zstd2`, and of `bf16`."""
     match = _PACKED.fullmatch(codec)
     return match["codec"] if match else codec
 
 
+@lru_cache(maxsize=64)
 def plane_width(codec: str) -> int | None:
     """Bytes of an element of a packed segment, `None` for one that is not packed.
 
@@ -83,9 +86,10 @@ def unpack(segment: Segment, content: bytes) -> bytes:
     Raises:
         DamagedCut: the content is not one frame with exactly the bytes that the record says.
     """
-    width, raw_bytes = plane_width(segment.codec), unpacked_bytes(segment)
+    width = plane_width(segment.codec)
     if width is None:
         return content
+    raw_bytes = unpacked_bytes(segment)
     try:
         says = zstandard.frame_content_size(content)
         if not 0 < says == raw_bytes <= SEGMENT_BYTES_MAX:  # zstandard would allocate whatever the frame says

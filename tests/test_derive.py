@@ -5,11 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import blake3
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck.keeper.derive import MISSES_MAX, PAUSE_STEPS_MAX, Derivations, Tensor, forget, observe, to_compare
+from adacheck.keeper.derive import MISSES_MAX, PAUSE_STEPS_MAX, WIDTHS, Derivations, Tensor, castable, forget, observe, shipped, to_compare
 from adacheck.keeper.protocol import (
     Copy,
     Held,
@@ -23,7 +24,7 @@ from adacheck.keeper.protocol import (
     retire,
     with_derived,
 )
-from adacheck.manifests.record import Derived, StateSpec, TensorSpec
+from adacheck.manifests.record import Derived, Increment, Segment, StateSpec, TensorSpec, Value
 
 
 def spec(state: int, **tensors: str) -> StateSpec:
@@ -76,6 +77,33 @@ def test_only_fitting_tensors_are_compared() -> None:
     known = observe(Derivations(), 1, step, {})
     asked = to_compare(known, 2, dict.fromkeys(step, b"2"), SPECS)
     assert asked == {(0, "param"): SOURCES, (1, "param"): ((1, "step"),), (2, "param"): ((2, "master"),)}
+
+
+TENSORS = st.dictionaries(
+    st.sampled_from(["param", "master", "step"]),
+    st.tuples(st.sampled_from(["bfloat16", "float16", "float32", "float64", "int64"]), st.sampled_from([(4,), (2, 2), ()])),
+    min_size=1,
+)
+
+
+@given(st.lists(TENSORS, max_size=4))
+def test_castable_is_what_might_be_compared(states: list[dict[str, tuple[str, tuple[int, ...]]]]) -> None:
+    specs = {
+        n: StateSpec(n, f"s{n}", (), "parameter", "", True, tuple(TensorSpec(name, *of, of[1], ()) for name, of in tensors.items()), b"")
+        for n, tensors in enumerate(states)
+    }
+    every = [(n, tensor.name) for n, spec in specs.items() for tensor in spec.tensors if tensor.dtype in WIDTHS]
+    known = observe(Derivations(), 1, dict.fromkeys(every, b"1"), {})
+    assert castable(specs) == to_compare(known, 2, dict.fromkeys(every, b"2"), specs).keys()
+
+
+def test_only_what_is_wanted_is_digested() -> None:
+    segments = tuple(Segment(name, 0, 4, "raw", 1.0, 0, 8, name.encode() * 4) for name in ("param", "master"))
+    value = Value(SPECS[2], b"", False, "certify", segments)
+    increment = Increment("r", 1, 1, 0, 1, (), (), (value,), (), (), (), ())
+    assert shipped(increment, ()) == {}
+    assert shipped(increment, {WEIGHT}) == {}
+    assert shipped(increment, {(2, "param")}) == {(2, "param"): blake3.blake3(b"param" * 4).digest()}
 
 
 def test_a_tensor_without_source_is_looked_at_less_and_less() -> None:

@@ -20,7 +20,7 @@ from adacheck.keeper.protocol import advance, applicable, may_replace_base, prun
 from adacheck.keeper.scan import held_of
 from adacheck.keeper.shared import Shared
 from adacheck.keeper.window import Window
-from adacheck.manifests.record import Increment
+from adacheck.manifests.record import Increment, StateSpec
 
 PROOF_STEPS_KEPT = 1000
 """Steps whose proof is remembered, besides those of full checkpoints that wait for theirs."""
@@ -33,6 +33,8 @@ class ApplyThread:
         self._shared, self._window, self._fulls, self._log_steps = shared, window, fulls, log_steps
         self._applier = Applier(shared.chain.shadow)
         self._rolling = refresh.rolling((), log_steps)
+        self._specs: dict[int, StateSpec] = {}
+        self._castable: frozenset[derive.Tensor] = frozenset()  # of states with these specs
         self.cpu_s = 0.0
 
     def run(self) -> None:
@@ -110,11 +112,13 @@ class ApplyThread:
     def _find_casts(self, increment: Increment, certifier: Certifier) -> Certifier:
         """Compare what was shipped whole with what it may be a cast of; the shadow is at the increment's step."""
         shadow, known = self._shared.chain.shadow, certifier.derivations
-        shipped = {tensor: found for tensor, found in derive.shipped(increment).items() if tensor[0] not in certifier.unsteady}
-        specs = {number: state.spec for number, state in shadow.items()} if shipped else {}
+        if increment.values and (specs := {number: state.spec for number, state in shadow.items()}) != self._specs:
+            self._specs, self._castable = specs, derive.castable(specs)
+        wanted = {tensor for tensor in self._castable | known.rules.keys() if tensor[0] not in certifier.unsteady}
+        shipped = derive.shipped(increment, wanted)
         equal = {
             (state, name): [s for s in sources if is_cast(shadow[state].tensors[name], shadow[s[0]].tensors[s[1]])]
-            for (state, name), sources in derive.to_compare(known, increment.step, shipped, specs).items()
+            for (state, name), sources in derive.to_compare(known, increment.step, shipped, self._specs).items()
         }
         known = derive.observe(known, increment.step, shipped, equal, increment.derived)
         return replace(certifier, derivations=derive.forget(known, increment.removed) if increment.removed else known)

@@ -51,16 +51,32 @@ class Derivations:
     seen: Mapping[Tensor, Seen] = field(default_factory=dict)
 
 
-def shipped(increment: Increment) -> dict[Tensor, bytes]:
-    """The tensors of dtypes that may be casts which an increment ships whole, with their digests."""
-    found: dict[Tensor, bytes] = {}
-    for value in increment.values:
-        digests: dict[str, list[bytes]] = {}
-        for segment in value.segments:
-            digests.setdefault(segment.tensor, []).append(segment.digest)
-        narrow = {tensor.name for tensor in value.spec.tensors if tensor.dtype in WIDTHS}
-        found |= {(value.spec.state, name): tensor_digest(digests[name]) for name in digests.keys() & narrow}
+def castable(specs: Mapping[int, StateSpec]) -> frozenset[Tensor]:
+    """The tensors that may be casts: there is a wider one of the same shape where `may_derive` lets it be looked for."""
+    anywhere = _widest(tensor for spec in specs.values() for tensor in spec.tensors)
+    found: set[Tensor] = set()
+    for number, spec in specs.items():
+        widest = anywhere if len(spec.tensors) == 1 else _widest(spec.tensors)
+        found.update((number, t.name) for t in spec.tensors if 0 < WIDTHS.get(t.dtype, 0) < widest[t.shape])
+    return frozenset(found)
+
+
+def _widest(tensors: Iterable[TensorSpec]) -> dict[tuple[int, ...], int]:
+    """Bytes of the widest dtype that tensors of each shape have."""
+    found: dict[tuple[int, ...], int] = {}
+    for tensor in tensors:
+        found[tensor.shape] = max(WIDTHS.get(tensor.dtype, 0), found.get(tensor.shape, 0))
     return found
+
+
+def shipped(increment: Increment, wanted: Collection[Tensor]) -> dict[Tensor, bytes]:
+    """Those of the tensors that an increment ships whole, with their digests."""
+    found: dict[Tensor, list[bytes]] = {}
+    for value in increment.values if wanted else ():
+        for segment in value.segments:
+            if (tensor := (value.spec.state, segment.tensor)) in wanted:
+                found.setdefault(tensor, []).append(segment.digest)
+    return {tensor: tensor_digest(digests) for tensor, digests in found.items()}
 
 
 def to_compare(

@@ -220,12 +220,12 @@ def _optimizer_entries(state: State) -> dict[str, Any]:
 
 def _take_entries(state: State, entries: Mapping[str, Any]) -> None:
     """Put what the step made or replaced back into the state; steps in place, without entries that are no tensors, leave nothing to do."""
+    same = state.tensors.keys() == {"param", *entries} and all(state.tensors[name] is entry for name, entry in entries.items())
+    if same and not state.scalars:
+        return
     made = {"param": state.tensors["param"]}
     made.update({name: entry for name, entry in sorted(entries.items()) if isinstance(entry, torch.Tensor)})
     scalars = {name: entry for name, entry in entries.items() if name not in made}
-    same = len(made) == len(state.tensors) and all(state.tensors.get(name) is tensor for name, tensor in made.items())
-    if same and not scalars and not state.scalars:
-        return
     state.tensors.clear()
     state.tensors.update(made)
     state.scalars = scalars
