@@ -171,6 +171,64 @@ def test_frozen_tensor_that_is_written_invisibly_at_every_step(tmp_path: Path) -
     assert restored_bits(uri, make, second + REFRESH, refresh=REFRESH) == live
 
 
+FROZEN: dict[str, Callable[[], torch.Tensor]] = {
+    "contiguous": lambda: torch.randn(128, 256),
+    "transposed": lambda: torch.randn(256, 128).t(),
+    "channels-last": lambda: torch.randn(8, 16, 16, 16).to(memory_format=torch.channels_last),
+    "part of another": lambda: torch.randn(200, 300)[8:136, 3:259:2].to(torch.bfloat16)[:, ::2],
+    "expanded": lambda: torch.randn(300, 1).expand(300, 100),
+    "conjugated": lambda: torch.randn(100, 100, dtype=torch.complex64).conj(),
+    "one element": lambda: torch.randn(()),
+}
+
+
+@pytest.mark.parametrize("form", FROZEN)
+def test_a_frozen_tensor_of_any_form_that_is_rewritten_invisibly_goes_whole_at_that_step(tmp_path: Path, form: str) -> None:
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        job = Job(model, {"optim": adamw(list(model.parameters()))}, rewriting)
+        model.register_parameter("frozen", torch.nn.Parameter(FROZEN[form](), requires_grad=False))
+        return job
+
+    def rewriting(job: Job, n: int) -> None:
+        plain(job, n)
+        if n == WRITTEN:
+            memory = torch.empty(0, dtype=torch.uint8).set_(job.model.get_parameter("frozen").untyped_storage())
+            memory.numpy()[:] ^= 1
+
+    job, uri = make(1), f"file://{tmp_path}"
+    with opened(uri, job, refresh=100, log_steps=64) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, WRITTEN + 2, settle=True)
+        live = job.bits()
+    assert travelled(logged(tmp_path), "frozen")[WRITTEN - 2 :] == ["-", "value: unseen", "-", "-"]
+    assert restored_bits(uri, make, WRITTEN + 2, refresh=100) == live
+
+
+def test_a_frozen_tensor_that_is_laid_out_otherwise_in_its_memory_goes_whole_at_that_step(tmp_path: Path) -> None:
+    """Neither identity nor address nor version moves, and no byte of the memory."""
+
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        job = Job(model, {"optim": adamw(list(model.parameters()))}, turning)
+        model.register_parameter("frozen", torch.nn.Parameter(torch.randn(150, 150), requires_grad=False))
+        return job
+
+    def turning(job: Job, n: int) -> None:
+        plain(job, n)
+        if n == WRITTEN:
+            frozen = job.model.get_parameter("frozen")
+            frozen.data = frozen.data.t()
+
+    job, uri = make(1), f"file://{tmp_path}"
+    with opened(uri, job, refresh=100, log_steps=64) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, WRITTEN + 2, settle=True)
+        live = job.bits()
+    assert travelled(logged(tmp_path), "frozen")[WRITTEN - 2 :] == ["-", "value: write", "-", "-"]
+    assert restored_bits(uri, make, WRITTEN + 2, refresh=100) == live
+
+
 def test_verify_step_compares_everything_at_every_step(tmp_path: Path) -> None:
     make, uri = job_of(writing_at(WRITTEN)), f"file://{tmp_path}"
     job = make(1)

@@ -7,7 +7,7 @@ step, and who writes them behind our back (an average of the weights kept throug
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import blake3
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from adacheck.capture.inventory import Inventory, LiveState
-from adacheck.states import tensor_bytes
+from adacheck.states import local_tensor, tensor_bytes
 
 RECENT_STEPS = 32
 SMALL_BYTES = 64 << 10
@@ -85,18 +85,34 @@ class _Sample:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.address = tensor.data_ptr()
-        local = tensor.detach()
-        if local.is_contiguous() and local.device.type == "cpu" and not (local.is_conj() or local.is_neg()):
-            rows = np.frombuffer(tensor_bytes(local), np.uint8).reshape(-1, local.element_size())
-            self._where = rows[:: max(1, len(rows) // SAMPLES)][:SAMPLES]
-        else:
-            self._where = np.empty((0, 1), np.uint8)
-        self._content = self._where.tobytes()
+        local = local_tensor(tensor, "a tensor that nobody steps")
+        self._memory, self._places = np.empty(0, np.uint8), np.empty(0, np.intp)
+        if local.device.type == "cpu":
+            self._memory, self._places = _memory(local), _places(local, range(0, local.numel(), max(1, local.numel() // SAMPLES))[:SAMPLES])
+        self._content = self._look()
+
+    def _look(self) -> bytes:
+        return self._memory[self._places].tobytes()
 
     def changed(self) -> bool:
         """Whether the elements differ from those at the last look."""
-        before, self._content = self._content, self._where.tobytes()
+        before, self._content = self._content, self._look()
         return before != self._content
+
+
+def _memory(tensor: torch.Tensor) -> np.ndarray:
+    """All the memory that a CPU tensor lies in, as elements of its size."""
+    size = tensor.element_size()
+    content = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).numpy()
+    return content[: len(content) // size * size].view(f"V{size}")
+
+
+def _places(tensor: torch.Tensor, numbers: Sequence[int]) -> np.ndarray:
+    """Where in `_memory` elements lie that are numbered in row-major order, whatever the strides."""
+    at = np.full(len(numbers), tensor.storage_offset(), np.intp)
+    for index, stride in zip(np.unravel_index(numbers, tensor.shape), tensor.stride(), strict=True) if tensor.dim() else ():
+        at += index * stride
+    return at
 
 
 def _stepped(live: LiveState) -> bool:

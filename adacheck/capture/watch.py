@@ -1,4 +1,4 @@
-"""Notices writes behind the optimizer's back: identity, address and version counter of every tensor of every state.
+"""Notices writes behind the optimizer's back: identity, address and version of every tensor of every state, its parameter's layout too.
 
 What moved between the optimizer's step and `ckpt.step()`, or between that and the next optimizer step, goes as `value`. In-place
 writes through `.data` or NumPy move nothing that can be watched; the rolling verification finds those.
@@ -39,6 +39,7 @@ def mark(live: LiveState) -> Mark:
     held: list[object] = []
     try:
         _add(tensor, seen, held)
+        seen += (tensor.shape, tensor.stride())  # `.data = .data.t()` moves nothing else
         for name, entry in live.optimizer_entries().items():
             seen.append(name)
             if isinstance(entry, torch.Tensor):
