@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from adacheck.backends.base import Backend
-from adacheck.backends.errors import Damaged
+from adacheck.backends.errors import Damaged, Denied
 from adacheck.backends.lmdb_store import LmdbBackend
+from adacheck.backends.os_errors import translated
 from adacheck.check_advice import BY_NEWEST_CUT, advised, no_full, overlooked_full, unlisted
 from adacheck.check_cut import NewestCut, newest_cut
 from adacheck.check_full import check_contents, check_manifest
@@ -23,12 +24,13 @@ from adacheck.check_records import Consequence, Look, Sample, note_set_aside, pe
 from adacheck.config import StoreConfig
 from adacheck.errors import AdacheckError, NoCut
 from adacheck.finding import Finding, Kind, Severity, Tier, note
-from adacheck.keeper.cut import ForkEntry
+from adacheck.keeper.cut import NO_LIMIT, ForkEntry
 from adacheck.manifests import keys
 from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Full
 from adacheck.nvme_directory import nvme_path, set_aside
-from adacheck.sources import gather, moment_of
+from adacheck.set_aside import look_aside
+from adacheck.sources import Sources, gather, moment_of, set_aside_by
 from adacheck.unlisted import overlooked
 
 STALE_S = 3600.0
@@ -63,6 +65,7 @@ class Check:
         self._config, self._backend, self._sample, self._nvme = config, objects, sample, nvme
         self._now_unix_s = time.time() if now_unix_s is None else now_unix_s
         self._bad: set[str] = set()
+        self._unseen: Denied | None = None
         self.run: str | None = None
         self.newest: NewestCut | None = None
         self.top, self.copy = TopRecords(), CopyRecords()
@@ -75,11 +78,14 @@ class Check:
         Raises:
             NoCut: there is no store at the address at all.
             BackendError: a tier does not answer.
+            Denied: the copy on NVMe cannot be looked at by this user; all findings elsewhere came before.
         """
         for finding in self._findings():
             if finding.severity is Severity.DAMAGE:
                 self._bad.add(finding.name)
             yield finding
+        if self._unseen is not None:
+            raise self._unseen
 
     def _findings(self) -> Iterator[Finding]:
         look = self._look()
@@ -88,7 +94,7 @@ class Check:
             raise NoCut(f"there is no run at {self._config.address}; check the address")
         self.run = top.run
         with ExitStack() as stack:
-            nvme, found = (self._nvme, []) if self._nvme is not None else self._open_nvme(top.run)
+            nvme, found = (self._nvme, []) if self._nvme is not None else self._nvme_seen(top.run)
             if nvme is not None and self._nvme is None:
                 stack.enter_context(nvme)
             copy, copy_found = self._copy_records(nvme, top)
@@ -104,6 +110,10 @@ class Check:
             yield from no_cut
             if self.newest is not None and self.newest.tier == Tier.NVME and not top.fulls:
                 yield no_full(self.newest)
+
+    def gathered(self, run: str, nvme: Backend | None) -> Sources:
+        """What the store offers. Raises as `sources.gather`."""
+        return gather(run, self._backend, nvme, aside=bool(self._config.aside))
 
     def _look(self, backend: Backend | None = None) -> Look:
         return Look(backend or self._backend, Tier.OBJECT if backend is None else Tier.NVME, self._sample)
@@ -133,6 +143,16 @@ class Check:
         return top, persistent(first, again.findings)
 
     # NVMe
+
+    def _nvme_seen(self, run: str | None) -> tuple[Backend | None, list[Finding]]:
+        """As `_open_nvme`; what this user may not look at is told at the end, not taken for damage."""
+        try:
+            with translated(f"look at {self._config.nvme}"):
+                return self._open_nvme(run)
+        except Denied as error:
+            wayout = "run it as the user who trains, or with nvme=none to check the object tier alone"
+            self._unseen = Denied(f"the NVMe copy was not checked, all else was: {error}; {wayout}")
+            return None, []
 
     def _open_nvme(self, run: str | None) -> tuple[Backend | None, list[Finding]]:
         """The copy on this host; else a finding that says why there is none."""
@@ -167,7 +187,8 @@ class Check:
     def _copy_records(self, nvme: Backend | None, top: TopRecords) -> tuple[CopyRecords, list[Finding]]:
         if nvme is None or top.run is None:
             return CopyRecords(), []
-        forks = [ForkEntry(fork.incarnation, fork.cut, fork.proven) for fork in top.forks.values()]
+        until = set_aside_by(nvme) if self._config.aside else NO_LIMIT
+        forks = [ForkEntry(fork.incarnation, fork.cut, fork.proven) for fork in top.forks.values() if fork.incarnation < until]
         try:
             with moment_of(nvme) as moment:
                 look = self._look(moment)
@@ -257,8 +278,9 @@ class Check:
     def _moved_copies(self, run: str | None) -> Iterator[Finding]:
         """Directories of NVMe copies that a start or a repair could not read and moved aside."""
         path = nvme_path(self._config, run or "")
-        for moved in set_aside(path) if path is not None and run is not None else ():
-            what, remedy = "a copy that could not be read", "nothing; --gc removes it when it is old"
+        seen = path is not None and run is not None and self._unseen is None
+        for moved in set_aside(path) if path is not None and seen else ():
+            what, remedy = "a copy that could not be read, or not whole", look_aside(self._config, moved)
             yield note(Kind.SET_ASIDE, Tier.NVME, str(moved), "only the copy in use", what, remedy)
 
     def _no_cut(self, top: TopRecords, nvme: Backend | None) -> list[Finding]:
@@ -268,7 +290,7 @@ class Check:
             why = f"{keys.RUN} cannot be read"
         else:
             try:
-                self.newest = newest_cut(gather(top.run, self._backend, nvme), self._bad)
+                self.newest = newest_cut(self.gathered(top.run, nvme), self._bad)
             except (AdacheckError, FormatError, Damaged) as error:
                 why = str(error)
         wrote = bool(self._bad) or any(key.startswith((keys.FULL_PREFIX, keys.VERSIONS_PREFIX)) for key in top.names)

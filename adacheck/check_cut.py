@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from adacheck.errors import DamagedCut
 from adacheck.keeper.cut import Offer, choose_cut
-from adacheck.keeper.protocol import Kind, applicable
+from adacheck.keeper.protocol import Kind, applicable, underivable
 from adacheck.keeper.stored import slot_key
 from adacheck.manifests import keys
 from adacheck.manifests.record import Increment, Segment
@@ -46,6 +46,8 @@ def _fault(sources: Sources, offer: Offer, step: int, bad: Collection[str]) -> D
         key = keys.base(generation, state, base.step)
         if key in bad or any(slot_key(key, segment.slot) in bad for segment in base.segments):
             return DamagedCut(key)
+    for lost_at in underivable(sources.scan.copy, step).values():
+        return DamagedCut(keys.increment(generation, lost_at), lost_at)
     for at, states in applicable(sources.scan.copy, step):
         key = keys.increment(generation, at)
         if any(slot_key(key, segment.slot) in bad for segment in _read(sources.scan.increments[at], states)):

@@ -43,6 +43,7 @@ class StoreConfig:
         on_error: `warn` logs a failed checkpoint, `raise` raises at the next `step()`.
         memory_budget_bytes: most the windows and blocks may use, `None` for half of what the host has free.
         deadline_s: how long a step may wait for the keeper, and `close()` and `drain()` for the last step.
+        aside: which log on NVMe the tools and readers look at: 0 is the one in use, N the one that was set aside as `0.damaged-N`.
         storage: the object tier's own options: fsspec's, and of S3 also `part_bytes` and `request_timeout_s`. Written in a URI, `true`,
             `false`, numbers of sizes, and JSON (`client_kwargs={"region_name": "eu-1"}`) become what they say.
     """
@@ -63,6 +64,7 @@ class StoreConfig:
     on_error: str = "warn"
     memory_budget_bytes: int | None = None
     deadline_s: float = 600.0
+    aside: int = 0
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)  # it may hold a password
 
     @property
@@ -95,7 +97,7 @@ ZSTD_LEVELS = range(1, 20)
 """zstd's own, but for the negative ones, which code no literals (byte planes are nothing else), and 20 to 22 for their memory."""
 
 _COMPRESS = ("none", *(f"zstd:{level}" for level in ZSTD_LEVELS))
-_LEAST = {"full_every": 1, "refresh": 1, "log_steps": 2, "keep": 1, "peer_copies": 0, "tolerance": 0}
+_LEAST = {"full_every": 1, "refresh": 1, "log_steps": 2, "keep": 1, "peer_copies": 0, "tolerance": 0, "aside": 0}
 _S3_OPTIONS = frozenset({"part_bytes", "request_timeout_s", "profile"})
 _S3_USUAL = ("anon", "client_kwargs", "config_kwargs", "endpoint_url", "key", "secret", "token", "use_ssl", *sorted(_S3_OPTIONS))
 _INTERNAL = frozenset({"asynchronous", "loop", "session"})

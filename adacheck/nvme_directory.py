@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 
 from adacheck.backends.errors import Damaged
 from adacheck.backends.lmdb_store import LmdbBackend
+from adacheck.backends.os_errors import translated
 from adacheck.config import StoreConfig
 from adacheck.errors import ForeignRun
 
@@ -34,8 +34,11 @@ def note_trained(path: Path, nvme: LmdbBackend | None) -> None:
 
 
 def nvme_path(config: StoreConfig, run: str) -> Path | None:
-    """Where this run's chain lies on NVMe."""
-    return None if config.nvme is None else Path(config.nvme) / run / str(CHAIN)
+    """Where this run's chain lies on NVMe: the log in use, or the one set aside that `aside` asks for."""
+    if config.nvme is None:
+        return None
+    path = Path(config.nvme) / run / str(CHAIN)
+    return aside_path(path, config.aside) if config.aside else path
 
 
 def check_nvme_run(config: StoreConfig, run: str | None) -> None:
@@ -43,11 +46,15 @@ def check_nvme_run(config: StoreConfig, run: str | None) -> None:
 
     Raises:
         ForeignRun: names both.
+        Denied: this user may not look into it.
     """
     folder = None if config.nvme is None else Path(config.nvme)
-    if folder is None or not folder.is_dir():
+    if folder is None:
         return
-    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _looks_like_run(entry.name))
+    with translated(f"look at the NVMe directory {folder}"):
+        if not folder.is_dir():
+            return
+        found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _looks_like_run(entry.name))
     if found and run not in found:
         what = f"the object tier {config.address} has run {run}" if run else f"the object tier {config.address} has no run at all"
         raise ForeignRun(
@@ -71,13 +78,24 @@ def open_copy(path: Path, opened: Callable[[Path], LmdbBackend] = LmdbBackend) -
             raise
         return nvme, None
     except Damaged as error:
-        aside = next(name for at in count(1) if not (name := path.with_name(f"{path.name}.damaged-{at}")).exists())
+        aside = free_aside(path)
         path.rename(aside)
         return opened(path), f"{path} cannot be read and was moved to {aside}: {error}"
 
 
+def aside_path(path: Path, number: int) -> Path:
+    """Where the log of the chain at `path` is set aside."""
+    return path.with_name(f"{path.name}.damaged-{number}")
+
+
+def free_aside(path: Path) -> Path:
+    """A name to set the log at `path` aside under: later than all there are."""
+    last = max((int(found.name.rpartition("-")[2]) for found in set_aside(path)), default=0)
+    return aside_path(path, last + 1)
+
+
 def set_aside(path: Path) -> tuple[Path, ...]:
-    """What `open_copy` moved aside for the chain at `path`, oldest first."""
+    """What was set aside of the chain at `path`, oldest first."""
     folder, pattern = path.parent, re.compile(rf"{re.escape(path.name)}\.damaged-(\d+)")
     found = [(int(match[1]), entry) for entry in folder.iterdir() if (match := pattern.fullmatch(entry.name))] if folder.is_dir() else []
     return tuple(entry for _, entry in sorted(found))

@@ -15,7 +15,7 @@ from adacheck.backends.base import Backend
 from adacheck.errors import DamagedCut
 from adacheck.full_reader import Rows, rows_of
 from adacheck.keeper.apply import Applied, Applier, ReadSegment, load_state
-from adacheck.keeper.protocol import applicable
+from adacheck.keeper.protocol import applicable, underivable
 from adacheck.keeper.replay import batches
 from adacheck.keeper.scan import Scan
 from adacheck.keeper.stored import read_verified, slot_key
@@ -36,10 +36,15 @@ class NvmeReader:
     Attributes:
         specs: every state of the cut, by number; `scalars` are those before what is replayed.
         replayed: increments replayed per state so far.
+
+    Raises:
+        DamagedCut: the records say already that a state of it cannot be rebuilt.
     """
 
     def __init__(self, nvme: Backend, found: Scan, step: int) -> None:
         self._nvme, self._found, self.step = nvme, found, step
+        for state, at in underivable(found.copy, step).items():
+            raise DamagedCut(f"step {at}: state {state} was derived from one whose oldest base here is later; run adacheck-fsck", at)
         self._todo = applicable(found.copy, step)
         self.specs = self._specs()
         self._sources = self._derived_from()
@@ -72,7 +77,6 @@ class NvmeReader:
             for gradient in increment.gradients:
                 if gradient.state in states & needed:
                     self.replayed[gradient.state] = self.replayed.get(gradient.state, 0) + 1
-        applier.check_complete()
         return {number: state for number, state in applier.shadow.items() if number in wanted}
 
     def read(self, wanted: Mapping[int, Sequence[Rows]]) -> Iterator[tuple[int, list[torch.Tensor], Mapping[str, object]]]:

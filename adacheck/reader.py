@@ -33,6 +33,7 @@ from adacheck.full_reader import read_full
 from adacheck.hold import Hold
 from adacheck.keeper.cut import Offer
 from adacheck.keeper.protocol import Kind
+from adacheck.manifests.record import Fork
 from adacheck.nvme_reader import NvmeReader
 from adacheck.put_state import write_bytes
 from adacheck.reading import open_sources
@@ -47,11 +48,12 @@ HOLD_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """What a rank tells the coordinator: the cut it chose, and every step it could read instead."""
+    """What a rank tells the coordinator: the cut it chose, every step it could read instead, and the lineage that these are of."""
 
     run: str
     step: int
     steps: frozenset[int]
+    forks: tuple[Fork, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +110,14 @@ class CutReader(StorageReader):
         assert self._sources is not None
         self._hold.lend(HOLD_S)
         steps = frozenset(step for offer in chosen.offers for step in offer.steps)
-        return replace(plan, storage_data=_Reach(self._sources.run, chosen.step, steps))
+        return replace(plan, storage_data=_Reach(self._sources.run, chosen.step, steps, self._sources.forks))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """As `StorageReader.prepare_global_plan`: the cut that all ranks chose, or the newest that all of them reach.
 
         Raises:
-            NoCut: there is none; says what each rank reaches.
+            NoCut: there is none; says what each rank reaches. Or the run was started again while the ranks looked, one after the other:
+                a step may then be one cut to some of them, and another to the rest.
             ForeignRun: the ranks look at different runs.
         """
         try:
@@ -216,6 +219,10 @@ def agreed(reached: list[_Reach]) -> int:
     runs = {reach.run for reach in reached}
     if len(runs) > 1:
         raise ForeignRun(f"the ranks look at different runs: {', '.join(sorted(runs))}; give all of them the same store")
+    if len({reach.forks for reach in reached}) > 1:
+        raise NoCut(
+            "the trainer was restarted while the ranks looked at the store, so a step may not be the same cut to all of them; load again"
+        )
     chosen = {reach.step for reach in reached}
     common = chosen if len(chosen) == 1 else frozenset.intersection(*(reach.steps for reach in reached))
     if not common:

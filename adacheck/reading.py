@@ -9,6 +9,7 @@ from adacheck.backends.base import Backend
 from adacheck.backends.errors import Damaged, Denied
 from adacheck.backends.lmdb_directory import DATA_FILE
 from adacheck.backends.lmdb_store import LmdbBackend
+from adacheck.backends.os_errors import translated
 from adacheck.backends.registry import open_backend
 from adacheck.backends.retry import Retry
 from adacheck.backends.wrappers import Retrying
@@ -65,13 +66,14 @@ def open_sources(config: StoreConfig, objects: Backend) -> Iterator[Sources | No
         DamagedCut: the run's identity or its fork table cannot be read.
     """
     found = read_run(objects)
-    check_nvme_run(config, found.run if found else None)
     if found is None:
+        check_nvme_run(config, None)
         yield None
         return
     with ExitStack() as stack:
         try:
-            sources = gather(found.run, objects, stack.enter_context(_nvme_moment(config, found.run)))
+            check_nvme_run(config, found.run)
+            sources = gather(found.run, objects, stack.enter_context(_nvme_moment(config, found.run)), aside=bool(config.aside))
         except (Damaged, Denied) as error:
             sources = gather(found.run, objects, None)
             sources.rejected.append(f"the NVMe copy of run {found.run}: {error}")
@@ -82,7 +84,9 @@ def open_sources(config: StoreConfig, objects: Backend) -> Iterator[Sources | No
 def _nvme_moment(config: StoreConfig, run: str) -> Iterator[Backend | None]:
     """The NVMe copy as it is now, `None` where there is none."""
     path = nvme_path(config, run)
-    if path is None or not (path / DATA_FILE).exists():
+    with translated(f"look at {path}"):
+        here = path is not None and (path / DATA_FILE).exists()
+    if path is None or not here:
         yield None
         return
     shared = trained_here(path)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import Busy
 from adacheck.backends.lmdb_directory import DATA_FILE
+from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.check import Check
 from adacheck.check_cut import NewestCut
 from adacheck.check_records import Sample
@@ -135,7 +136,7 @@ def _open_nvme(config: StoreConfig, objects: Backend, stack: ExitStack) -> tuple
     file = path / DATA_FILE
     absent = not file.is_file()
     try:
-        nvme, aside = open_copy(path)
+        nvme, aside = (LmdbBackend(path, create=False), None) if config.aside else open_copy(path)
     except Busy as error:
         raise StoreBusy(f"run {first.run} is in use on this host by {error.holder}; repair it when that has ended") from error
     stack.enter_context(nvme)

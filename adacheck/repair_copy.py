@@ -14,7 +14,6 @@ from adacheck.keeper.protocol import Kind
 from adacheck.manifests import keys
 from adacheck.manifests.errors import FormatError
 from adacheck.repair_case import Case
-from adacheck.sources import gather
 
 K = keys.Kind
 
@@ -32,7 +31,7 @@ def truncate_copy(case: Case) -> None:
         return
     bad = {finding.name for finding in case.damage}
     try:
-        sources = gather(case.run, case.objects, case.nvme)
+        sources = case.check.gathered(case.run, case.nvme)
         cut = newest_cut(replace(sources, fulls=()), bad)
     except (AdacheckError, FormatError):
         cut = None

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 
 from adacheck import catalogue
 from adacheck.backends.base import Backend
+from adacheck.backends.errors import NotFound
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.errors import DamagedCut, ReplayRefused
 from adacheck.incarnations import read_forks
-from adacheck.keeper.cut import ForkEntry, Offer, reach
+from adacheck.keeper.cut import NO_LIMIT, ForkEntry, Offer, reach
 from adacheck.keeper.protocol import Kind
 from adacheck.keeper.scan import Scan, scan
+from adacheck.manifests import keys
+from adacheck.manifests.encoding import decode
 from adacheck.manifests.errors import FormatError
-from adacheck.manifests.record import Fork, FullEntry
+from adacheck.manifests.record import Fork, FullEntry, Incarnation
 
 
 @dataclass
@@ -56,8 +59,11 @@ def moment_of(nvme: Backend) -> AbstractContextManager[Backend]:
     return nvme.snapshot() if isinstance(nvme, LmdbBackend) else nullcontext(nvme)
 
 
-def gather(run: str, objects: Backend, nvme: Backend | None) -> Sources:
+def gather(run: str, objects: Backend, nvme: Backend | None, *, aside: bool = False) -> Sources:
     """Look at every source of a run; reads records only, those on NVMe as they are at one moment.
+
+    Args:
+        aside: the copy on NVMe was set aside: the lineage is that of the start that did so, before it.
 
     Raises:
         DamagedCut: the fork table cannot be read.
@@ -73,7 +79,20 @@ def gather(run: str, objects: Backend, nvme: Backend | None) -> Sources:
             rejected.append(f"chain record of {nvme.name}: {error}")
         else:
             rejected += [f"{nvme.name}: {line}" for line in (found.rejected if found else ())]
-    return Sources(run, objects, nvme, read_forks(objects, run), head.fulls, found, rejected)
+    forks, fulls = read_forks(objects, run), head.fulls
+    if aside and nvme is not None:
+        until = set_aside_by(nvme)
+        forks = tuple(fork for fork in forks if fork.incarnation < until)
+        fulls = tuple(full for full in fulls if full.incarnation < until)
+    return Sources(run, objects, nvme, forks, fulls, found, rejected)
+
+
+def set_aside_by(nvme: Backend) -> int:
+    """The incarnation whose start set this copy aside, which it had fenced; beyond all others if its fence cannot be read."""
+    try:
+        return decode(nvme.get(keys.FENCE), Incarnation).incarnation
+    except (NotFound, FormatError):
+        return NO_LIMIT
 
 
 def without(offers: list[Offer], bad: Offer, step: int, error: Exception) -> list[Offer]:

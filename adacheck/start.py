@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from adacheck import incarnations
@@ -16,12 +16,12 @@ from adacheck.backends.base import Backend, Created, Expect
 from adacheck.backends.errors import Busy, NotFound
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.config import StoreConfig
-from adacheck.errors import StoreBusy, Superseded
-from adacheck.fallen_back import fallen_back
+from adacheck.errors import NoCut, StoreBusy, Superseded
+from adacheck.fallen_back import fallen_back, unread
 from adacheck.history_sources import resume
 from adacheck.keeper.assembly import ChainName
 from adacheck.keeper.certify import Certifier, certificates, reused
-from adacheck.keeper.cut import NO_CUT, ForkEntry, bring_in, proven_since
+from adacheck.keeper.cut import NO_CUT, ForkEntry, bring_in, proven_since, void_fork
 from adacheck.keeper.nvme import NvmeCopy
 from adacheck.keeper.progress import begin
 from adacheck.keeper.proof import begin_proof
@@ -34,19 +34,26 @@ from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Chain, Fork, Incarnation
 from adacheck.nvme_directory import CHAIN, GENERATION, check_nvme_run, note_trained, nvme_path, open_copy, trained_here
 from adacheck.recovery import Cut, Sources, gather, read_newest
+from adacheck.set_aside import keep_log
+from adacheck.unlisted import unlisted_fulls
 
 _log = logging.getLogger("adacheck")
 
 
 @dataclass
 class Start:
-    """An incarnation that has been taken; its copies are fenced, and not yet brought in."""
+    """An incarnation that has been taken; its copies are fenced, and not yet brought in.
+
+    Attributes:
+        unread: steps on NVMe after the cut that was found, which it should have been and could not be read from.
+    """
 
     config: StoreConfig
     objects: Backend
     nvme: LmdbBackend | None
     incarnation: Incarnation
     sources: Sources
+    unread: list[int] = field(default_factory=list)
 
     def release(self) -> None:
         """Close NVMe and give up its lock."""
@@ -126,17 +133,35 @@ def find_cut(start: Start, *, step: int | None, only: Container[int] | None) -> 
     for line in start.sources.rejected:
         _log.warning("rejected: %s", line)
     cut = read_newest(start.sources, step=step, only=only)
-    if step is None and only is None and (fallen := fallen_back(start.config, start.sources, cut)) is not None:
-        _log.warning("%s", fallen)
+    if step is None and only is None:
+        start.unread = unread(start.sources, cut)
+        if (fallen := fallen_back(start.config, start.sources, cut)) is not None:
+            _log.warning("%s", fallen)
     return cut
+
+
+def _refuse_anew(start: Start) -> None:
+    """Not to begin at step 0 beside checkpoints that a repair can list again: the fork record would end their lineage."""
+    sources = start.sources
+    folders = unlisted_fulls(sources.objects, sources.run, sources.fulls, sources.forks)
+    if folders:
+        void = void_fork(start.incarnation.incarnation)  # so that a repair need not fear that this start is still under way
+        incarnations.write_fork(start.objects, Fork(sources.run, void.incarnation, void.cut, void.proven))
+        raise NoCut(
+            f"run {sources.run} has full checkpoints that no version lists any more ({', '.join(folders)}), and nothing else to begin "
+            f"from: adacheck-fsck '{start.config.uri}' --repair lists those that are whole; for a new run, give another URI"
+        )
 
 
 def bring_copies_in(start: Start, cut: Cut | None) -> ChainState:
     """Write the fork record, then bring the NVMe copy into the incarnation, and give what the keeper starts from.
 
     Raises:
+        NoCut: the run would begin anew, though it has full checkpoints that only a lost version listed.
         Superseded: a later incarnation has started meanwhile.
     """
+    if cut is None:
+        _refuse_anew(start)
     scanned = start.sources.scan
     generation = GENERATION if scanned is None else scanned.chain.generation
     name = ChainName(start.sources.run, generation, start.incarnation.incarnation, CHAIN)
@@ -169,6 +194,8 @@ def _bring_nvme(
         return genesis, None, None
     step, scanned = (0 if cut is None else cut.step), start.sources.scan
     fence = encode(start.incarnation)
+    if start.unread:
+        _log.warning("%s", keep_log(start.config, start.nvme.path, start.unread))
     # A copy that reaches the cut, and was not what it could be read from, holds damage below it: what was added there would be lost.
     if cut is not None and scanned is not None and cut.kind is Kind.NVME:
         brought = bring_in(scanned.copy, name.incarnation, step, forks)

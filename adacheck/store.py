@@ -66,6 +66,8 @@ class Store:
         for name, item in (extra or {}).items():
             if not callable(getattr(item, "state_dict", None)) or not callable(getattr(item, "load_state_dict", None)):
                 raise ConfigError(f"extra[{name!r}] is a {type(item).__name__} without state_dict() and load_state_dict()")
+        if self.config.aside:
+            raise ConfigError(f"aside={self.config.aside} is a log that was set aside: it can be looked at and exported, not trained on")
         self.objects.check_writable()
         return Checkpointer(self, take_inventory(model, optimizer), extra or {})
 

@@ -41,3 +41,10 @@ def overlooked(backend: Backend, run: str, folder: str, fulls: Fulls, forks: Ite
     except FormatError:
         return False
     return (manifest.run, manifest.incarnation, manifest.step) == (run, name.incarnation, name.step)
+
+
+def unlisted_fulls(backend: Backend, run: str, fulls: Fulls, forks: Iterable[Fork]) -> list[str]:
+    """All folders that are `overlooked`, in order."""
+    table = tuple(forks)
+    folders = dict.fromkeys(key.rpartition("/")[0] for key in backend.list(keys.FULL_PREFIX))
+    return [folder for folder in folders if overlooked(backend, run, folder, fulls, table)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from adacheck.backends.errors import BackendError, Denied, Full, InvalidKey, NotFound, Unavailable
 
@@ -26,3 +28,12 @@ def translate_os_error(error: OSError, what: str, need_bytes: int = 0) -> Backen
     if error.errno in _DENIED:
         return Denied(f"{text}; check the path and its permissions")
     return Unavailable(text)
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Around calls of the operating system that name no more than `what`: raises as `translate_os_error` says."""
+    try:
+        yield
+    except OSError as error:
+        raise translate_os_error(error, what) from error

@@ -127,7 +127,7 @@ def test_every_option_can_come_from_each_of_the_three() -> None:
     values = {
         "nvme": "/n", "agent": "inprocess", "peer_copies": "2", "redundancy": "live", "tolerance": "2", "full_every": "5", "refresh": "6",
         "log_steps": "7", "verify": "step", "keep": "8", "compress": "none", "bandwidth": "1M", "on_error": "raise",
-        "memory_budget": "2M", "deadline_s": "9",
+        "memory_budget": "2M", "deadline_s": "9", "aside": "2",
     }  # fmt: skip
     assert values.keys() == set(OPTIONS)
     by_keyword = config("file:///d", **values)

@@ -15,11 +15,18 @@ import adacheck
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.object_store import ObjectStore
 from adacheck.cast import CHUNK_ELEMENTS, FIRST_ELEMENTS, cast_into, is_cast
+from adacheck.check_cut import newest_cut
 from adacheck.config import parse
+from adacheck.errors import DamagedCut
 from adacheck.keeper.certify import EQUAL_STEPS
+from adacheck.keeper.nvme import NvmeCopy
+from adacheck.keeper.scan import Scan
+from adacheck.manifests import keys
 from adacheck.nvme_reader import NvmeReader
 from adacheck.optimizers import BUILT_IN, Declaration, class_name, declaration
+from adacheck.recovery import read_newest
 from adacheck.same import same_bytes
+from adacheck.sources import Sources, gather
 from adacheck.tools import fsck, restore
 from tests.crash_images import Recorder
 from tests.survival import LAST, Make, adamw, mlp, survives, travelled
@@ -395,6 +402,34 @@ def test_a_weight_alone_is_read_with_its_master(tmp_path: Path) -> None:
         backend.close()
     assert list(states) == [number]
     assert same_bytes(states[number].tensors["param"], job.model.get_parameter("2.weight"))
+
+
+def test_a_check_promises_no_weight_whose_master_has_only_a_later_base(tmp_path: Path) -> None:
+    """As no keeper writes it (`protocol.with_derived`)."""
+    job, uri = with_masters(each(copy_seen))(1), f"file://{tmp_path}"
+    with opened(uri, job, log_steps=64) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, 9, settle=True)
+    found = logged(tmp_path)
+    (weight,) = (number for number, name in names(found).items() if name == "2.weight")
+    derived = min(step for step, one in found.increments.items() if any(d.state == weight for d in one.derived))
+    (master,) = {d.from_state for d in found.increments[derived].derived if d.state == weight}
+    with LmdbBackend(nvme_folder(tmp_path), create=False) as nvme:
+        (later,) = NvmeReader(nvme, found, 9).states([master]).values()
+        copy = NvmeCopy(nvme, found.chain, nvme.get(keys.FENCE), found.stored_increments(), found.stored_bases())
+        copy.roll([later], 9, found.chain.certificates)
+        with ObjectStore(uri) as objects:
+            sources = gather(found.chain.run, objects, nvme)
+            promised, cut = newest_cut(sources, ()), read_newest(sources)
+            with pytest.raises(DamagedCut, match=f"state {weight} was derived from one whose oldest base here is later"):
+                NvmeReader(nvme, logged_in(sources), 9)
+    assert promised is not None and cut is not None
+    assert (promised.step, promised.source) == (cut.step, cut.source) and cut.step < derived
+
+
+def logged_in(sources: Sources) -> Scan:
+    assert sources.scan is not None
+    return sources.scan
 
 
 def special(dtype: torch.dtype) -> torch.Tensor:

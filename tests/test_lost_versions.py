@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from adacheck.backends.memory import MemoryBackend
 from adacheck.catalogue import head, listing, publish
 from adacheck.check import STALE_S, Check
 from adacheck.check_records import Sample
+from adacheck.errors import NoCut
 from adacheck.fallen_back import fallen_back
 from adacheck.finding import Finding, Kind, Severity, Tier
 from adacheck.garbage import Garbage, Kept, Removed
@@ -21,7 +23,10 @@ from adacheck.manifests.encoding import decode, encode
 from adacheck.manifests.record import Fork, Full, Run
 from adacheck.recovery import gather, read_newest
 from adacheck.retention import prune
+from adacheck.tools import fsck
 from tests.flipped_store import Content, Small, content_of, flip, loaded, restored
+from tests.tiny_run import Process, plain_objects
+from tests.tool_run import run_tool
 
 FAR_AHEAD_UNIX_S = 4_000_000_000.0
 OLDER_FULL, NEWEST_FULL = 4, 8
@@ -151,3 +156,24 @@ def test_steps_of_an_abandoned_lineage_do_not_count_as_newer(small: Small) -> No
     objects.put(shard, b"being written")
     removed, kept = collected(small, objects)
     assert shard not in removed and "may be writing it" in kept[shard.rpartition("/")[0]]
+
+
+def test_a_run_is_not_begun_anew_beside_what_a_repair_lists_again(tmp_path: Path) -> None:
+    """On a host without the log: the refused start leaves the run as it was, so a repair at once is enough."""
+    process = Process(tmp_path, options={"nvme": "none"})
+    process.ckpt.restore()
+    for _ in range(OLDER_FULL):
+        process.step()
+    process.abandon()
+    with plain_objects(tmp_path) as objects:
+        for key in list(objects.list(keys.VERSIONS_PREFIX)):
+            objects.delete(key)
+    for restores in (True, False):
+        trial = Process(tmp_path, options={"nvme": "none"})
+        with pytest.raises(NoCut, match=r"full checkpoints that no version lists any more \(full/.*; for a new run, give another URI"):
+            trial.ckpt.restore() if restores else trial.step()
+        trial.abandon()
+    assert run_tool(fsck.main, f"file://{tmp_path}/objects?nvme=none", "--repair").code == 1
+    process = Process(tmp_path, options={"nvme": "none"})
+    assert process.ckpt.restore() == OLDER_FULL
+    process.abandon()

@@ -26,6 +26,7 @@ from adacheck.export import Export
 from adacheck.full_checkpoint import CutId, write_full
 from adacheck.incarnations import new_run, open_run, take_incarnation
 from adacheck.manifests import keys
+from adacheck.manifests.record import Fork
 from adacheck.reader import _Reach, agreed
 from adacheck.reading import open_sources
 from adacheck.recovery import read_newest
@@ -327,8 +328,8 @@ def object_tier_of(root: Path) -> adacheck.Store:
 
 
 def test_ranks_agree_on_one_cut() -> None:
-    def reach(step: int, *others: int, run: str = "run") -> _Reach:
-        return _Reach(run, step, frozenset([step, *others]))
+    def reach(step: int, *others: int, run: str = "run", started_from: int = 0) -> _Reach:
+        return _Reach(run, step, frozenset([step, *others]), (Fork(run, 1, started_from, True),))
 
     assert agreed([reach(5, 4), reach(5)]) == 5
     assert agreed([reach(9, 8, 3), reach(8, 3), reach(10, 9, 8, 3)]) == 8
@@ -336,6 +337,8 @@ def test_ranks_agree_on_one_cut() -> None:
         agreed([reach(9, 8), reach(7)])
     with pytest.raises(ForeignRun, match="other, run"):
         agreed([reach(9), reach(9, run="other")])
+    with pytest.raises(NoCut, match="was restarted while the ranks looked at the store"):
+        agreed([reach(9), reach(9, started_from=4)])
 
 
 def test_chunks_of_one_tensor_and_odd_dtypes_are_put_together(tmp_path: Path) -> None:

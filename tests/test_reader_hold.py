@@ -22,8 +22,11 @@ from adacheck.backends.errors import Denied
 from adacheck.errors import ForeignRun
 from adacheck.hold import Hold
 from adacheck.reader import CutReader, _Reach
+from adacheck.tools import fsck
+from adacheck.tools.exit_codes import CLEAN, OPERATIONAL
 from tests.dcp_job import dcp_load
 from tests.tiny_run import Process, TinyRun
+from tests.tool_run import run_tool
 
 DEADLINE_S = 20
 BUSY = {"log_steps": 4, "refresh": 4, "full_every": 10_000}
@@ -99,7 +102,7 @@ def test_ranks_that_cannot_agree_let_go_at_once(process: Process) -> None:
     reader.read_metadata()
     plan = reader.prepare_local_plan(LoadPlan([]))
     with pytest.raises(ForeignRun):
-        reader.prepare_global_plan([plan, LoadPlan([], storage_data=_Reach("another", 40, frozenset([40])))])
+        reader.prepare_global_plan([plan, LoadPlan([], storage_data=_Reach("another", 40, frozenset([40]), ()))])
     assert not reader._hold.resume()
 
 
@@ -169,10 +172,12 @@ def test_what_is_lent_is_left_by_the_timer_or_taken_back_never_both() -> None:
 
 
 @contextmanager
-def without_rights(root: Path) -> Iterator[None]:
-    """As a user who may read everything under `root`, and write nothing."""
+def without_rights(root: Path, closed: Path | None = None) -> Iterator[None]:
+    """As a user who may read everything under `root`, and write nothing; into `closed` he may not look."""
     for path in (root, *root.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
+    if closed is not None:
+        closed.chmod(0o700)
     if os.geteuid() != 0:
         yield
     else:
@@ -203,3 +208,24 @@ def test_who_may_not_write_can_read(caplog: pytest.LogCaptureFixture) -> None:
             assert "not looked at: the NVMe copy" in caplog.text and "must be able to write its lock.mdb" in caplog.text
             with pytest.raises(Denied, match="objects is not writable"):
                 store.attach(run.model, run.optimizer)
+            said = run_tool(fsck.main, f"file://{root}/objects")
+            assert said.code == OPERATIONAL and "the NVMe copy was not checked, all else was: " in said.err
+            assert "must be able to write its lock.mdb" in said.err and "with nvme=none to check the object tier alone" in said.err
+            assert run_tool(fsck.main, f"file://{root}/objects?nvme=none").code == CLEAN
+
+
+def test_an_nvme_directory_of_another_user_hides_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        process = Process(root)
+        process.ckpt.restore()
+        train(process, 1)
+        process.ckpt.publish_full()
+        process.abandon()
+        process.store.close()
+        with without_rights(root, closed=root / "nvme"), adacheck.Store.open(f"file://{root}/objects?nvme={root}/nvme") as store:
+            assert [(point.step, point.tiers) for point in store.steps()] == [(1, ("object",))]
+            assert "not listed: the NVMe copy" in caplog.text
+            assert store.reader().step == 1
+            said = run_tool(fsck.main, f"file://{root}/objects?nvme={root}/nvme")
+            assert said.code == OPERATIONAL and "the NVMe copy was not checked, all else was: " in said.err

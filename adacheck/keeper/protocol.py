@@ -141,6 +141,19 @@ def applicable(copy: Copy, committed: int, hold: Hold | None = None) -> tuple[tu
     return tuple(todo)
 
 
+def underivable(copy: Copy, cut: int) -> Mapping[int, int]:
+    """States that the copy cannot rebuild at the cut, and the step from which on: there they were derived from a state that is not at that
+    step, since its oldest base is of it or later; and they were not shipped whole after."""
+    lost: dict[int, int] = {}
+    for step, states in applicable(copy, cut):
+        increment, gone = copy.held[step], set(lost)
+        gone -= increment.whole
+        while more := {d for source, of in increment.derived.items() if source not in states or source in gone for d in of & states} - gone:
+            gone |= more
+        lost = {state: lost.get(state, step) for state in gone - increment.removed}
+    return lost
+
+
 def advance(copy: Copy, step: int, states: Collection[int]) -> Copy:
     """The copy after the states were applied up to `step`, one entry of `applicable`."""
     bases = dict(copy.bases)

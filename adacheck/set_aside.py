@@ -1,0 +1,66 @@
+"""Keeps the log on NVMe that a start could not read whole: a copy beside it, for a repair, since the start goes on in its place.
+
+The fork record of that start ends the log's lineage, so the copy is looked at by itself (`aside=N` in the URI), by the forks there were.
+There is one at a time: a disk that damages log after log is not filled with them. Without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from adacheck.backends.errors import BackendError, Full
+from adacheck.backends.lmdb_directory import DATA_FILE, free_bytes
+from adacheck.backends.local_files import LocalFiles
+from adacheck.backends.os_errors import translate_os_error
+from adacheck.config import StoreConfig
+from adacheck.nvme_directory import free_aside, set_aside
+
+
+def keep_log(config: StoreConfig, path: Path, steps: list[int]) -> str:
+    """Copy the log at `path`, to which nobody writes now; gives a line that says where it is and what can be done, or why it is not.
+
+    Args:
+        steps: those on it that this start did not read, in order.
+    """
+    held = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    what = f"the log at {path}, which may still hold {held}, goes on without"
+    try:
+        kept = _copy(path)
+    except BackendError as error:
+        return f"{what}, and could not be kept for a repair: {error}"
+    return f"{what}; what it was is kept in {kept}: {look_aside(config, kept)}, or the next start that cannot read its log"
+
+
+def look_aside(config: StoreConfig, kept: Path) -> str:
+    """What can be done with a log that was set aside."""
+    uri = f"'{config.uri}&aside={kept.name.rpartition('-')[2]}'"
+    mend = f"adacheck-fsck {uri} --repair mends what can be mended there"
+    return f"{mend}, adacheck-restore {uri} --list shows what it holds then; --gc removes it when it is old"
+
+
+def _copy(path: Path) -> Path:
+    """The directory of the copy. What was set aside before goes first, so that its room counts.
+
+    Raises:
+        Full: the log would have no room left to grow by as much. BackendError: it cannot be read or written.
+    """
+    earlier, kept, part = set_aside(path), free_aside(path), path.with_name(f"{path.name}.copying")
+    try:
+        need = (path / DATA_FILE).stat().st_size
+        room = free_bytes(path.parent) + sum(file.stat().st_size for old in earlier for file in old.iterdir())
+        if room < 2 * need:
+            raise Full(f"{path.parent} has room for {room} bytes, and it needs {need}, and as much for the new log")
+        for old in (*earlier, part):
+            if old.exists():
+                shutil.rmtree(old)
+        part.mkdir()
+        shutil.copyfile(path / DATA_FILE, part / DATA_FILE)
+        with (part / DATA_FILE).open("rb+") as file:
+            os.fsync(file.fileno())
+        part.rename(kept)
+        LocalFiles().fsync_dir(path.parent)
+    except OSError as error:
+        raise translate_os_error(error, f"copy {path / DATA_FILE} to {kept}") from error
+    return kept
