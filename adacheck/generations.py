@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from adacheck import catalogue, start
+from adacheck import start
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import BackendError
 from adacheck.capture.blocks import Blocks, PoolEmpty
@@ -23,7 +23,7 @@ from adacheck.manifests.record import FullEntry
 from adacheck.memory_need import fit
 from adacheck.nvme_directory import nvme_path
 from adacheck.pace import Pace
-from adacheck.reattach import begin_generation
+from adacheck.reattach import Taking, begin_generation
 from adacheck.recovery import Cut
 from adacheck.status import status_of
 
@@ -56,6 +56,7 @@ class Generations:
         self.before_gap = (-1, 0, 0)
         self._budget = 0
         self._retry_at: int | None = None
+        self._taking: Taking | None = None
 
     def begin(self, begun: start.Start, cut: Cut | None) -> None:
         """Bring the copies into the incarnation at the cut, which the live tensors have been written from, and start the keeper.
@@ -63,11 +64,7 @@ class Generations:
         Raises:
             ConfigError: the host has less than the run needs. Superseded: a later incarnation has started meanwhile.
         """
-        tensors = [t for live in self._inventory.states.values() for t in live.tensors().values()]
-        trained = [live.parameter for live in self._inventory.states.values() if live.optimizer is not None]
-        state_bytes = sum(t.numel() * t.element_size() for t in tensors)
-        gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
-        state_bytes = max(state_bytes, 3 * gradient_bytes)  # optimizer tensors may be still to come
+        gradient_bytes, state_bytes = self._inventory.expected_bytes()
         held_bytes = sum(state.size_bytes for state in cut.states.values()) if cut else 0
         log = nvme_path(self._config, begun.sources.run)
         self.blocks.count, self._budget = fit(self._config, gradient_bytes, state_bytes, held_bytes, self._config.refresh_steps, log)
@@ -76,7 +73,8 @@ class Generations:
         keeper.start()
 
     def go_on(self, begun: start.Start, step: int) -> None:
-        """After the keeper gave up: begin a new generation at this step, if its threads have ended and `RETRY_STEPS` have passed."""
+        """After the keeper gave up: begin a new generation at this step, if its threads have ended, `RETRY_STEPS` have passed,
+        and the next incarnation is taken, for which no step waits."""
         failed = self.keeper
         assert failed is not None, "only a keeper that was begun can give up"
         if self._retry_at is None:
@@ -85,19 +83,22 @@ class Generations:
             failed.stop(0.0)
         if step < self._retry_at or failed.running:
             return
-        self._retry_at = step + RETRY_STEPS
+        taking = self._taking = self._taking or Taking(begun, failed.shared.chain)
+        if taking.running:
+            return
+        self._taking, self._retry_at = None, step + RETRY_STEPS
         try:
-            chain = begin_generation(begun, failed.shared.chain, step)
-            fulls = catalogue.head(self._objects, begun.sources.run).fulls
+            taken = taking.result()
         except (AdacheckError, BackendError) as error:
             _log.warning("checkpoints cannot begin again yet: %s", error)
             return
+        chain = begin_generation(begun, failed.shared.chain, taken, step)
         old, self._retry_at = status_of(step, failed, self.before_gap, 0.0, 0.0), None
         self.before_gap = (step, old.committed, old.durable)
         self.capture.writer.close()
         self.blocks = Blocks(self.blocks.count, self.blocks.deadline_s, self.blocks.blocked_s)
         self.capture.writer = PieceWriter(self.blocks, self._submit)
-        self._make(chain, fulls).start()
+        self._make(chain, taken.fulls).start()
         self.capture.suspended = False
         _log.warning("checkpoints begin again with step %d; steps %d to %d cannot be restored", step + 1, old.committed + 1, step)
 

@@ -1,14 +1,16 @@
 """Begins again after the keeper had to give up, without stopping the training: a new generation with a new base.
 
 The old chain's newest cut stays restorable until the new generation has its first: it becomes the fork's cut, and the old log is
-deleted only when the new head record is written.
+deleted only when the new head record is written. What must be asked of the object tier, and written there, is done by a thread of its own:
+a bucket that does not answer costs the trainer no time, only the checkpoints until it does.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import threading
+from dataclasses import dataclass, replace
 
-from adacheck import history, incarnations
+from adacheck import catalogue, history, incarnations
 from adacheck.backends.base import Created, Expect
 from adacheck.errors import Superseded
 from adacheck.keeper.cut import NO_CUT
@@ -20,38 +22,81 @@ from adacheck.keeper.shared import MEMORY, NVME, ChainState
 from adacheck.manifests import chain as links
 from adacheck.manifests import keys
 from adacheck.manifests.encoding import encode
-from adacheck.manifests.record import Chain, Fork
+from adacheck.manifests.record import Chain, Fork, FullEntry, Incarnation
 from adacheck.start import Start
 
 
-def begin_generation(start: Start, old: ChainState, step: int) -> ChainState:
-    """The chain of the next generation, which begins after `step` with every state shipped whole; `old` has ended.
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The next incarnation: all its records are written, and nothing of its chain. `fulls`: what the head lists."""
 
-    Raises:
-        Superseded: a later incarnation has started elsewhere.
-        BackendError: a tier does not answer; the next try may succeed.
-    """
+    incarnation: Incarnation
+    fork: Fork
+    fulls: tuple[FullEntry, ...]
+
+
+class Taking:
+    """Takes the next incarnation after `old` has ended, in a `thread` that runs from the beginning."""
+
+    def __init__(self, start: Start, old: ChainState) -> None:
+        self._start, self._old = start, old
+        self._taken: Taken | None = None
+        self._error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, name="adacheck-again", daemon=True)
+        self.thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether the object tier has not answered yet."""
+        return self.thread.is_alive()
+
+    def result(self) -> Taken:
+        """What was taken, once it does not run any more.
+
+        Raises:
+            Superseded: a later incarnation has started elsewhere.
+            AdacheckError, BackendError: a tier does not answer, or refuses; the next try may succeed.
+        """
+        if self._error is not None:
+            raise self._error
+        assert self._taken is not None
+        return self._taken
+
+    def _run(self) -> None:
+        try:
+            self._taken = take_next(self._start, self._old)
+        except Exception as error:  # for the trainer, which asks for the result
+            self._error = error
+
+
+def take_next(start: Start, old: ChainState) -> Taken:
+    """Take the incarnation, fence the copy, write the fork: in this order, as at a start. Raises as `Taking.result`."""
+    run, nvme = old.name.run, start.nvme
     incarnations.check_newest(start.objects, start.incarnation.incarnation)
     before = encode(start.incarnation)
-    incarnation = incarnations.take_incarnation(start.objects, old.name.run)
-    nvme = start.nvme
+    incarnation = incarnations.take_incarnation(start.objects, run)
     if nvme is not None:
         outcome = nvme.put_many([(keys.FENCE, encode(incarnation))], expect=Expect(keys.FENCE, before))
         if not isinstance(outcome, Created):
-            raise Superseded(f"{nvme.name} belongs to a later incarnation of run {old.name.run}; stop this process")
+            raise Superseded(f"{nvme.name} belongs to a later incarnation of run {run}; stop this process")
     start.incarnation = incarnation
     reached = max(old.memory.top if not old.nvme else old.nvme.top, old.progress.published, NO_CUT)
-    incarnations.void_unstarted(start.objects, old.name.run, incarnation.incarnation)
-    fork = Fork(old.name.run, incarnation.incarnation, reached, True)
+    incarnations.void_unstarted(start.objects, run, incarnation.incarnation)
+    fork = Fork(run, incarnation.incarnation, reached, True)
     incarnations.write_fork(start.objects, fork)
-    name = replace(old.name, generation=old.name.generation + 1, incarnation=incarnation.incarnation)
+    return Taken(incarnation, fork, catalogue.head(start.objects, run).fulls)
+
+
+def begin_generation(start: Start, old: ChainState, taken: Taken, step: int) -> ChainState:
+    """The chain of the next generation, which begins after `step` with every state shipped whole; `old` has ended. Writes nothing."""
+    name = replace(old.name, generation=old.name.generation + 1, incarnation=taken.incarnation.incarnation)
     genesis = links.genesis(name.run, name.generation, name.chain)
     memory = rebuilt(name.incarnation, name.incarnation, step, ())
     copies: dict[str, tuple[Kind, Copy]] = {MEMORY: (Kind.MEMORY, memory)}
     stored = None
-    if nvme is not None:
+    if start.nvme is not None:
         head = Chain(name.run, name.generation, name.chain, name.incarnation, name.incarnation, step, genesis, (), (), ())
-        stored = NvmeCopy(nvme, head, encode(incarnation), stored=False)
+        stored = NvmeCopy(start.nvme, head, encode(taken.incarnation), stored=False)
         copies[NVME] = (Kind.NVME, memory)
     progress = begin(step, copies, old.progress.published)
     proof = begin_proof(step, {})
@@ -67,6 +112,6 @@ def begin_generation(start: Start, old: ChainState, step: int) -> ChainState:
         progress,
         old.certifier,
         proof,
-        (incarnation, (*old.identity[1], fork)),
+        (taken.incarnation, (*old.identity[1], taken.fork)),
         history.resumed(old.history, name.incarnation),
     )

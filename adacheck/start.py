@@ -141,10 +141,13 @@ def find_cut(start: Start, *, step: int | None, only: Container[int] | None) -> 
 
 
 def _refuse_anew(start: Start) -> None:
-    """Not to begin at step 0 beside checkpoints that a repair can list again: the fork record would end their lineage."""
+    """Not to begin at step 0 beside checkpoints that a repair can list again: the fork record would end their lineage.
+
+    One of the very first step may also be what a process left that was killed while it published its first: that is begun anew.
+    """
     sources = start.sources
     folders = unlisted_fulls(sources.objects, sources.run, sources.fulls, sources.forks)
-    if folders:
+    if any(name.step > 1 for folder in folders if (name := keys.parse(keys.manifest(folder))) is not None):
         void = void_fork(start.incarnation.incarnation)  # so that a repair need not fear that this start is still under way
         incarnations.write_fork(start.objects, Fork(sources.run, void.incarnation, void.cut, void.proven))
         raise NoCut(

@@ -6,10 +6,14 @@ import logging
 import resource
 import subprocess
 from collections import namedtuple
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from adacheck.capture.inventory import take_inventory
 from adacheck.config import StoreConfig
 from adacheck.errors import ConfigError
 from adacheck.history import BYTES_MAX
@@ -166,3 +170,22 @@ def test_a_filesystem_too_small_for_the_states_is_refused(tmp_path: Path) -> Non
         process.ckpt.close()
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.AdamW, lr=0.1),
+        partial(torch.optim.Adam, lr=0.1, amsgrad=True),
+        partial(torch.optim.RMSprop, lr=0.1, centered=True, momentum=0.9),
+    ],
+)
+def test_what_an_optimizer_will_keep_is_expected_before_its_first_step(make: Callable[..., torch.optim.Optimizer]) -> None:
+    model = torch.nn.Linear(30, 20)
+    inventory = take_inventory(model, make(model.parameters()))
+    expected = inventory.expected_bytes()
+    model(torch.randn(2, 30)).sum().backward()
+    inventory.optimizers["optim"].step()
+    inventory.refresh()
+    tensors = [tensor for live in inventory.states.values() for name, tensor in live.tensors().items() if tensor.dim()]
+    assert expected == (4 * 620, sum(4 * tensor.numel() for tensor in tensors))

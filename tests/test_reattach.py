@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,16 @@ import torch
 
 from adacheck import generations
 from adacheck.backends.errors import Unavailable
+from adacheck.backends.object_store import ObjectStore
 from adacheck.errors import Detached
 from adacheck.manifests import keys
 from adacheck.store import Store
 from adacheck.tools import fsck
 from tests.faults import Fault, Faulty
+from tests.tiny_run import Process, differing
 from tests.tool_run import run_tool
+
+DEADLINE_S = 20
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -182,3 +188,46 @@ def test_a_step_that_raised_half_way_is_no_part_of_any_later_cut(tmp_path: Path,
     with Store.open(f"file://{tmp_path}/run").attach(fresh, fresh_optimizer, extra={"item": Item()}) as again:
         assert again.restore() == steps
         assert all(torch.equal(tensor, live[name]) for name, tensor in fresh.state_dict().items())
+
+
+class Stalling(ObjectStore):
+    """An object tier that does not answer while it is `stalled`, and remembers which threads waited for it."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.answers, self.waited = threading.Event(), set[str]()
+        self.answers.set()
+
+    def list(self, prefix: str) -> Iterator[str]:
+        if not self.answers.is_set():
+            self.waited.add(threading.current_thread().name)
+            if not self.answers.wait(DEADLINE_S):
+                raise Unavailable(f"{prefix} was not listed in time")
+        return super().list(prefix)
+
+
+def test_the_trainer_does_not_wait_for_a_bucket_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generations, "RETRY_STEPS", 2)
+    objects = Stalling(f"file://{tmp_path}/objects")
+    process = Process(tmp_path, objects=objects, options={"full_every": 10_000})
+    process.ckpt.restore()
+    for _ in range(4):
+        process.step()
+    objects.answers.clear()
+    assert process.ckpt._keeper is not None
+    process.ckpt._keeper.shared.fail(Detached("simulated"))
+    while not objects.waited:
+        process.step(drain=False)
+    for _ in range(5):
+        process.step(drain=False)
+    assert process.ckpt.status().failure is not None and objects.waited == {"adacheck-again"}
+    objects.answers.set()
+    while process.ckpt.status().failure is not None:
+        process.step(drain=False)
+    process.step()
+    last = process.ckpt.status().step
+    assert process.durable == last
+    process.abandon()
+    again = Process(tmp_path)
+    assert again.ckpt.restore() == last and not differing(again.run.snapshot(), process.run.snapshot())
+    again.abandon()

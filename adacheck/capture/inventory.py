@@ -110,6 +110,13 @@ class Inventory:
         for live in self.states.values():
             self.by_optimizer[live.optimizer_name].append(live)
 
+    def expected_bytes(self) -> tuple[int, int]:
+        """Bytes of the gradients of one step, and of all states: those there are, or those torch's optimizers will make, if more."""
+        there = sum(_bytes(tensor) for live in self.states.values() for tensor in live.tensors().values())
+        groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        gradients = [sum(_bytes(parameter) for parameter in group["params"]) for group in groups]
+        return sum(gradients), max(there, sum(size * _tensors_of(group) for size, group in zip(gradients, groups, strict=True)))
+
     def signature(self, name: str) -> tuple[int, ...]:
         """Changes when a group, a parameter or an optimizer's list of them changes: then `refresh` is due."""
         groups = self.optimizers[name].param_groups
@@ -254,3 +261,12 @@ def _plain(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(f".{wrapper}", ".").removeprefix(wrapper)
     return name
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tensors_of(group: dict[str, Any]) -> int:
+    """How many tensors of a parameter's size its state has at most, itself among them."""
+    return 4 if group.get("amsgrad") or (group.get("centered") and group.get("momentum")) else 3
