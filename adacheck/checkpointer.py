@@ -77,8 +77,10 @@ class Checkpointer:
             NoCut: no such cut, or none can be read any more.
             StateMismatch: the script differs from the checkpoint; names all differences, nothing was written.
             ForeignRun, StoreBusy: the NVMe directory belongs to another run, or another process trains this one.
+            AdacheckError: training has begun already, or this is a forked child of the process that attached.
         """
         self._refuse_closed("restore")
+        self._refuse_forked("restore")
         if self._keeper is not None:
             raise AdacheckError(f"restore() was called at step {self._step}, after training had begun; call it once, before the first step")
         if self._capture.stepped:
@@ -242,7 +244,6 @@ class Checkpointer:
     def _start_keeping(self, begun: start.Start, cut: Cut | None) -> None:
         self._generations.begin(begun, cut)
         self._forgotten.begin()
-        self._pid = os.getpid()
         atexit.register(self._at_exit)
         finish_on_sigterm(self._on_sigterm)
 
@@ -303,7 +304,9 @@ class Checkpointer:
 
     def _refuse_forked(self, what: str) -> None:
         if os.getpid() != self._pid:
-            raise AdacheckError(f"{what}() was called in a forked child, which has no keeper; checkpoint in the process that attached")
+            raise AdacheckError(
+                f"{what}() was called in a forked child, which has no keeper; open the store and attach in the process that trains"
+            )
 
     def _on_sigterm(self) -> None:
         if os.getpid() != self._pid:

@@ -16,7 +16,7 @@ import torch
 
 from adacheck.errors import AdacheckError, Closed
 from adacheck.store import Store
-from tests.training import kill
+from tests.training import kill, logged, payloads
 
 Job = tuple[torch.nn.Module, torch.optim.Optimizer]
 
@@ -211,6 +211,32 @@ def test_what_needs_the_keeper_is_refused_in_a_forked_child(tmp_path: Path, call
                 getattr(ckpt, call)()
 
         assert in_a_fork(child) == 0
+
+
+def test_a_child_that_was_forked_after_attach_must_attach_itself(tmp_path: Path) -> None:
+    """The hooks are the parent's: nothing of what the child trains would be captured."""
+    model, optimizer = job()
+    uri = f"file://{tmp_path}/run"
+    ckpt = Store.open(uri).attach(model, optimizer)
+
+    def child() -> None:
+        with pytest.raises(
+            AdacheckError, match=r"^restore\(\) was called in a forked child, .*open the store and attach in the process that"
+        ):
+            ckpt.restore()
+        with Store.open(uri).attach(model, optimizer) as own:
+            assert own.restore() == 0
+            for _ in range(8):
+                train(model, optimizer)
+                own.step()
+            own.drain()
+            assert own.status().committed == 8
+
+    assert in_a_fork(child) == 0
+    assert set(payloads(logged(tmp_path / "run").increments[8]).values()) == {"gradient"}
+    ckpt.close()
+    with Store.open(uri).attach(model, optimizer) as again:
+        assert again.restore() == 8
 
 
 def test_a_forked_child_that_leaves_the_block_does_not_wait_and_the_parent_goes_on(
