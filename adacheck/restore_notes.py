@@ -1,4 +1,4 @@
-"""What a restore has to say: settings of the script that the cut overrides, and parameters that get no optimizer state."""
+"""What a restore has to say: optimizers of another class, settings that the cut overrides, and parameters without optimizer state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from adacheck.capture import opaque
 from adacheck.capture.inventory import Inventory, LiveState
 from adacheck.install import OF_SCHEDULERS, OPTIMIZER
+from adacheck.optimizers import class_name
 from adacheck.recovery import Cut
 
 NAMED_MAX = 5
@@ -24,7 +25,19 @@ def notes(cut: Cut, inventory: Inventory) -> list[str]:
         said.append(
             f"the cut at step {cut.step} overrides the script: {_some(overridden)}; to change a hyperparameter, set it after restore()"
         )
-    return said + bare
+    return [*(line for name in inventory.optimizers if (line := _of_another_class(name, cut, inventory))), *said, *bare]
+
+
+def _of_another_class(name: str, cut: Cut, inventory: Inventory) -> str | None:
+    """What tells a renamed class from another algorithm is not in the bytes: state and hyperparameters have the same names."""
+    saved: list[Mapping[str, Any]] = opaque.decode(cut.opaque[OPTIMIZER + name])
+    here, there = class_name(type(inventory.optimizers[name])), next((group.get("class") for group in saved), None)
+    if there in (here, None):
+        return None
+    return (
+        f"optimizer {name!r} is now a {here} and was a {there} at the cut at step {cut.step}: it goes on with that one's state and "
+        "hyperparameters; unless both compute the same, change the script back or give a new run another URI"
+    )
 
 
 def _overridden(name: str, cut: Cut, inventory: Inventory) -> Iterable[str]:

@@ -92,6 +92,28 @@ def test_changes_in_one_of_several_groups_are_named_by_group(tmp_path: Path, cap
     assert "lr of optimizer 'optim', group 1, is 0.2 in the script, was 0.1 before, and stays 0.1" in line
 
 
+class Renamed(torch.optim.Adam):
+    """The same algorithm."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Renamed])
+def test_an_optimizer_of_another_class_goes_on_and_both_classes_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[torch.optim.Adam]
+) -> None:
+    before = run(tmp_path, lambda model: torch.optim.Adam(model.parameters(), weight_decay=0.1))
+    job = run(tmp_path, lambda model: kind(model.parameters(), weight_decay=0.1), 0)
+    assert said(caplog, "is now a") == [
+        "optimizer 'optim' is now a " + f"{kind.__module__}.{kind.__qualname__}"
+        " and was a torch.optim.adam.Adam at the cut at step 3: it goes on with that one's state and hyperparameters; unless both compute "
+        "the same, change the script back or give a new run another URI"
+    ]
+    assert job.bits() == before.bits()
+    run(tmp_path, lambda model: kind(model.parameters(), weight_decay=0.1), 2)
+    caplog.clear()
+    run(tmp_path, lambda model: kind(model.parameters(), weight_decay=0.1), 1)
+    assert said(caplog, "is now a") == [], "it was said of the cut that another class had made"
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_optimizer_that_never_stepped_before_the_cut_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, fused: bool) -> None:
     """Rebuilt in the script: what was attached is not what trains."""
