@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
-from adacheck.backends.registry import known_options, known_schemes
+from adacheck.backends.registry import is_known, known_options, known_schemes
 from adacheck.errors import ConfigError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -161,11 +161,12 @@ def _check_of_environment(name: str, text: str) -> None:
 
 
 def _check_scheme(uri: str, scheme: str) -> None:
+    if is_known(scheme):
+        return
     known = known_schemes()
     if not scheme:
         raise ConfigError(f"{uri!r} has no scheme; write file:///path, or one of {', '.join(f'{s}://' for s in known)}")
-    if scheme not in known:
-        raise ConfigError(f"unknown scheme {scheme!r} in {uri!r}{_nearest(scheme, known, 0.5)}; known: {', '.join(known)}")
+    raise ConfigError(f"unknown scheme {scheme!r} in {uri!r}{_nearest(scheme, known, 0.5)}; known: {', '.join(known)}")
 
 
 def _query(uri: str, query: str) -> dict[str, str]:

@@ -34,6 +34,11 @@ def known_schemes() -> tuple[str, ...]:
     return tuple(sorted({*_BUILT_IN, *_entry_points()}))
 
 
+def is_known(scheme: str) -> bool:
+    """Whether `open_backend` takes it; installed packages are looked through only for what is not built in."""
+    return scheme in _BUILT_IN or scheme in _entry_points()
+
+
 def open_backend(scheme: str, address: str, options: Mapping[str, Any] | None = None) -> Backend:
     """Open the backend of a scheme; the built-in ones cannot be replaced.
 

@@ -73,13 +73,12 @@ def test_what_cannot_be_turned_back_costs_no_more_than_the_object(small: Small, 
 
 
 @pytest.fixture
-def raw(small: Small) -> Iterator[tuple[Path, Path, bytes]]:
+def raw(small: Small, fast: Path) -> tuple[Path, Path, bytes]:
     """A copy of the store whose data file is written over and over: its root, the data file, and the bytes of the intact one."""
-    root = small.root.parent / "raw"
+    root = fast / "raw"
     shutil.copytree(small.root, root)
     (file,) = root.rglob("data.mdb")
-    yield root, file, file.read_bytes()
-    shutil.rmtree(root)
+    return root, file, file.read_bytes()
 
 
 def test_any_flipped_bit_of_the_lmdb_file_is_named_or_changes_nothing(small: Small, raw: tuple[Path, Path, bytes]) -> None:

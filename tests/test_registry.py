@@ -11,6 +11,7 @@ import pytest
 from adacheck.backends.errors import Denied, UnknownScheme
 from adacheck.backends.object_store import ObjectStore
 from adacheck.backends.registry import known_schemes, open_backend
+from adacheck.config import parse
 from tests.seaweed import BUCKET, s3_server
 
 
@@ -26,6 +27,12 @@ def test_the_built_in_schemes(tmp_path: Path) -> None:
         backend.put("a", b"1")
         assert backend.get("a") == b"1"
         backend.close()
+
+
+def test_a_built_in_scheme_is_known_without_a_look_at_every_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would read a file of each: most of the time that an open takes."""
+    monkeypatch.delattr("adacheck.backends.registry.entry_points")
+    assert parse("file:///data/run", {}).address == "file:///data/run"
 
 
 @pytest.mark.parametrize(("scheme", "near"), [("S3", "s3"), ("flie", "file"), ("memry", "memory")])
