@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import blake3
+import torch._dynamo  # noqa: F401 - the first optimizer would import it, again in every fork
 
 from tests.tiny_run import Process, Snapshot
 
