@@ -27,8 +27,9 @@ from adacheck.export_format import Format as Format
 from adacheck.export_optimizer import optimizer_state_dicts
 from adacheck.export_values import loadable, summary
 from adacheck.flat_keys import FlatKeys
-from adacheck.full_checkpoint import CutId, StateSource, opaque_object, write_full
+from adacheck.full_checkpoint import CutId, StateSource, write_full
 from adacheck.full_reader import read_full
+from adacheck.opaque_object import opaque_object
 from adacheck.recovery import Cut
 from adacheck.states import State, dtype_name, segment_ranges, tensor_bytes
 from adacheck.tiling import several_optimizers, tensor_key

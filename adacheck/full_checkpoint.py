@@ -7,13 +7,11 @@ leaves objects in a folder of its own that nobody names; it is tried again under
 from __future__ import annotations
 
 import secrets
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import blake3
-import msgpack
 import numpy
 
 from adacheck.backends.base import Backend, Buffer, Parts
@@ -21,6 +19,7 @@ from adacheck.digest import digest, state_digest, tensor_digest
 from adacheck.errors import DamagedCut
 from adacheck.manifests import encoding, keys
 from adacheck.manifests.record import Certificate, Full, FullEntry, Segment, Shard, ShardTensor, StateSpec, TensorSpec
+from adacheck.opaque_object import opaque_object
 from adacheck.safetensors_shard import Entry, header
 from adacheck.states import dtype_of, segment_ranges
 from adacheck.tiling import several_optimizers, tensor_key, untiled
@@ -230,20 +229,6 @@ def _put_history(backend: Backend, folder: str, history: bytes) -> tuple[Segment
         return ()
     _put(backend, keys.history_copy(folder), history, len(history))
     return (Segment("history", 0, len(history), "raw", 1.0, 0, len(history), digest(history)),)
-
-
-def opaque_object(items: Sequence[tuple[str, bytes]]) -> tuple[bytes, tuple[Segment, ...]]:
-    """The object with all opaque items, a msgpack map of names to bytes, and for each item its range and digest in it."""
-    if len({name for name, _ in items}) != len(items):
-        raise ValueError(f"opaque items must have different names: {[name for name, _ in items]}")
-    packer = msgpack.Packer()
-    content = bytearray(packer.pack_map_header(len(items)))
-    segments = []
-    for name, item in items:
-        content += packer.pack(name) + b"\xc6" + struct.pack(">I", len(item))
-        segments.append(Segment(name, len(content), len(content) + len(item), "raw", 1.0, 0, len(item), digest(item)))
-        content += item
-    return bytes(content), tuple(segments)
 
 
 def _state_digests(cut: CutId, sources: Sequence[StateSource], tensors: Sequence[_Tensor]) -> tuple[bytes, ...]:

@@ -1,5 +1,5 @@
 """Repairs an object with bytes that are proven to be right: its own with one bit turned back, those of the object it was swapped
-with, or the same content from elsewhere in the store, found by digest."""
+with, or the same content from elsewhere in the store, which its digest proves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from adacheck.digest import digest
 from adacheck.errors import DamagedCut
 from adacheck.finding import Tier
 from adacheck.history import even
+from adacheck.keeper.stored import slot_key
 from adacheck.manifests import keys
 from adacheck.manifests.chain import seal_version
 from adacheck.manifests.encoding import split
 from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Base, Chain, Fork, Full, HistoryChunk, Incarnation, Increment, Linked, Run, Segment, Version
 from adacheck.mend import has_digest, is_sealed, mended
+from adacheck.opaque_object import made_again
 from adacheck.repair_case import Case
 from adacheck.repair_tensors import shard_from_tensors, tensor_range
 from adacheck.sense import read
@@ -59,6 +61,10 @@ def _candidates(
         yield from _from_full(case, key, slots[key])
     if name.kind is K.SHARD:
         yield from _from_nvme(case, key)
+    if name.kind is K.OPAQUE:
+        yield from _from_increments(case, key)
+    if name.kind is K.INCREMENT_SLOT and key in slots:
+        yield from _from_items(case, name.step, slots[key])
     if name.kind is K.HISTORY:
         yield from _from_copies(case)
 
@@ -121,6 +127,27 @@ def _from_nvme(case: Case, key: str) -> Iterator[Candidate]:
     except (DamagedCut, BackendError):
         return
     yield content, "put together from the states on NVMe"
+
+
+def _from_increments(case: Case, key: str) -> Iterator[Candidate]:
+    """The opaque items of a full checkpoint from what is left of them, and from the increment of its step."""
+    manifest = case.check.manifests.get(key.rpartition("/")[0])
+    for record, increment in case.check.copy.increments.items() if manifest is not None else ():
+        if manifest is not None and increment.step == manifest.step:
+            items: dict[str, bytes] = {}
+            for segment in increment.opaque:
+                part = case.content(Tier.NVME, slot_key(record, segment.slot)) or b""
+                items[segment.tensor] = items.get(segment.tensor, b"") + part
+            if (content := made_again(case.content(Tier.OBJECT, key) or b"", manifest.opaque, items)) is not None:
+                yield content, f"put together from {record} on NVMe"
+
+
+def _from_items(case: Case, step: int, segment: Segment) -> Iterator[Candidate]:
+    """The bytes of an opaque item's segment from the full checkpoint of the same step."""
+    for entry, manifest in case.manifests():
+        for item in manifest.opaque if manifest.step == step else ():
+            if item.tensor == segment.tensor and (content := case.content(Tier.OBJECT, keys.opaque(entry.folder))):
+                yield content[item.start + segment.start : item.start + segment.stop], f"copied from {entry.folder}"
 
 
 def _from_copies(case: Case) -> Iterator[Candidate]:

@@ -23,10 +23,11 @@ from adacheck.backends.object_store import ObjectStore
 from adacheck.capture.opaque import encode
 from adacheck.digest import digest
 from adacheck.errors import DamagedCut, UnsupportedTensor
-from adacheck.full_checkpoint import CutId, StateSource, opaque_object, write_full
+from adacheck.full_checkpoint import CutId, StateSource, write_full
 from adacheck.full_reader import WINDOW_BYTES, Rows, read_full
 from adacheck.manifests import encoding, keys
 from adacheck.manifests.record import FullEntry, StateSpec, TensorSpec
+from adacheck.opaque_object import opaque_object
 from adacheck.safetensors_shard import header_bytes, places
 from adacheck.states import State, segment_ranges, tensor_bytes, tensor_spec
 
