@@ -80,6 +80,7 @@ def open_copy(path: Path, opened: Callable[[Path], LmdbBackend] = LmdbBackend) -
     except Damaged as error:
         aside = free_aside(path)
         path.rename(aside)
+        os.utime(aside)  # its age is counted from now on
         return opened(path), f"{path} cannot be read and was moved to {aside}: {error}"
 
 

@@ -33,6 +33,23 @@ def keep_log(config: StoreConfig, path: Path, steps: list[int]) -> str:
     return f"{what}; what it was is kept in {kept}: {look_aside(config, kept)}, or the next start that cannot read its log"
 
 
+def forget_earlier(path: Path) -> None:
+    """Keep only what was set aside last of the log at `path`."""
+    for old in set_aside(path)[:-1]:
+        shutil.rmtree(old)
+
+
+def forget_half(path: Path) -> None:
+    """Remove what a start left that was killed while it copied the log at `path`, which is still there."""
+    part = _part_of(path)
+    if part.exists():
+        shutil.rmtree(part)
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.copying")
+
+
 def look_aside(config: StoreConfig, kept: Path) -> str:
     """What can be done with a log that was set aside."""
     uri = f"'{config.uri}&aside={kept.name.rpartition('-')[2]}'"
@@ -46,15 +63,14 @@ def _copy(path: Path) -> Path:
     Raises:
         Full: the log would have no room left to grow by as much. BackendError: it cannot be read or written.
     """
-    earlier, kept, part = set_aside(path), free_aside(path), path.with_name(f"{path.name}.copying")
+    earlier, kept, part = set_aside(path), free_aside(path), _part_of(path)
     try:
         need = (path / DATA_FILE).stat().st_size
         room = free_bytes(path.parent) + sum(file.stat().st_size for old in earlier for file in old.iterdir())
         if room < 2 * need:
             raise Full(f"{path.parent} has room for {room} bytes, and it needs {need}, and as much for the new log")
-        for old in (*earlier, part):
-            if old.exists():
-                shutil.rmtree(old)
+        for old in earlier:
+            shutil.rmtree(old)
         part.mkdir()
         shutil.copyfile(path / DATA_FILE, part / DATA_FILE)
         with (part / DATA_FILE).open("rb+") as file:

@@ -34,7 +34,7 @@ from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Chain, Fork, Incarnation
 from adacheck.nvme_directory import CHAIN, GENERATION, check_nvme_run, note_trained, nvme_path, open_copy, trained_here
 from adacheck.recovery import Cut, Sources, gather, read_newest
-from adacheck.set_aside import keep_log
+from adacheck.set_aside import forget_earlier, forget_half, keep_log
 from adacheck.unlisted import unlisted_fulls
 
 _log = logging.getLogger("adacheck")
@@ -103,8 +103,10 @@ def _open_nvme(config: StoreConfig, run: str) -> LmdbBackend | None:
     except Busy as error:
         hint = "; in a notebook, call close() on the earlier checkpointer or restart the kernel" if trained_here(path) is not None else ""
         raise StoreBusy(f"run {run} is being trained on this host already: {error}{hint}") from error
+    forget_half(path)
     if aside is not None:
         _log.warning("rejected: %s", aside)
+        forget_earlier(path)
     return nvme
 
 
@@ -165,6 +167,8 @@ def bring_copies_in(start: Start, cut: Cut | None) -> ChainState:
     """
     if cut is None:
         _refuse_anew(start)
+    if start.unread and start.nvme is not None:  # before the fork record: after it those steps are not live, and a next start misses none
+        _log.warning("%s", keep_log(start.config, start.nvme.path, start.unread))
     scanned = start.sources.scan
     generation = GENERATION if scanned is None else scanned.chain.generation
     name = ChainName(start.sources.run, generation, start.incarnation.incarnation, CHAIN)
@@ -197,8 +201,6 @@ def _bring_nvme(
         return genesis, None, None
     step, scanned = (0 if cut is None else cut.step), start.sources.scan
     fence = encode(start.incarnation)
-    if start.unread:
-        _log.warning("%s", keep_log(start.config, start.nvme.path, start.unread))
     # A copy that reaches the cut, and was not what it could be read from, holds damage below it: what was added there would be lost.
     if cut is not None and scanned is not None and cut.kind is Kind.NVME:
         brought = bring_in(scanned.copy, name.incarnation, step, forks)

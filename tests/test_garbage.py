@@ -196,7 +196,8 @@ def test_what_was_set_aside_goes_when_it_is_old(store: Copy, objects: Backend) -
     mine.mkdir()
     moved.mkdir()
     (moved / "data.mdb").write_bytes(b"1234567")
-    os.utime(moved / "data.mdb", (1_000_000, 1_000_000))
+    os.utime(moved / "data.mdb", (500_000, 500_000))
+    os.utime(moved, (1_000_000, 1_000_000))  # when it was moved
     config = parse(store.uri, {})
     assert collected(config, objects, older_than_s=DAY_S, now_unix_s=1_000_000 + DAY_S - 1) == ({}, {})
     removed, kept = collected(config, objects, older_than_s=DAY_S, now_unix_s=1_000_000 + DAY_S)

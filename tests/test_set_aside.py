@@ -100,6 +100,14 @@ def test_one_is_kept_at_a_time(root: Path) -> None:
         assert [folder.name for folder in sorted((root / "nvme").glob("*/0.*"))] == [f"0.damaged-{number}"]
 
 
+def test_of_logs_that_cannot_even_be_opened_one_is_kept(root: Path) -> None:
+    for number in (1, 2):
+        (file,) = (root / "nvme").glob("*/0/data.mdb")
+        file.write_bytes(b"\xa5" * 20_000)
+        trained(root, FULL, FULL)
+        assert [folder.name for folder in sorted((root / "nvme").glob("*/0.*"))] == [f"0.damaged-{number}"]
+
+
 def test_a_check_tells_of_it_and_a_collection_ends_it(root: Path) -> None:
     damage(root, "base")
     trained(root, FULL, FULL)
@@ -110,6 +118,28 @@ def test_a_check_tells_of_it_and_a_collection_ends_it(root: Path) -> None:
     ]
     assert run_tool(fsck.main, uri_of(root), "--gc", "--older-than", "0s").code == 0
     assert not list((root / "nvme").glob("*/0.*"))
+
+
+def test_a_start_that_is_killed_while_it_copies_loses_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = newest(parse(uri_of(root), {}))
+    damage(root, "increment")
+
+    def killed(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:5000])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", killed)
+        process = Process(root, options=LONG)
+        with pytest.raises(KeyboardInterrupt):
+            process.ckpt.restore()
+        process.abandon()
+    assert [folder.name for folder in (root / "nvme").glob("*/0.*")] == ["0.copying"]
+    trained(root, STEPS - 1, STEPS - 1)
+    assert [folder.name for folder in (root / "nvme").glob("*/0.*")] == ["0.damaged-1"]
+    with open_objects(parse(uri_of(root, 1), {}), writing=True) as objects:
+        repair(parse(uri_of(root, 1), {}), objects, Sample(1.0))
+    assert digests(newest(parse(uri_of(root, 1), {}))) == digests(before)
 
 
 def test_a_disk_without_room_keeps_none_and_says_so(root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
