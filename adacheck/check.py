@@ -28,7 +28,7 @@ from adacheck.keeper.cut import NO_LIMIT, ForkEntry
 from adacheck.manifests import keys
 from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Full
-from adacheck.nvme_directory import nvme_path, set_aside
+from adacheck.nvme_directory import no_aside, nvme_path, set_aside
 from adacheck.set_aside import look_aside
 from adacheck.sources import Sources, gather, moment_of, set_aside_by
 from adacheck.unlisted import overlooked
@@ -160,6 +160,8 @@ class Check:
         if path is None or run is None or self._config.nvme is None:
             return None, []
         folder = Path(self._config.nvme)
+        if self._config.aside and not path.is_dir():
+            raise no_aside(self._config, run)
         if not path.parent.is_dir():
             others = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
             if others:

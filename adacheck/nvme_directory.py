@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from adacheck.backends.errors import Damaged
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.os_errors import translated
 from adacheck.config import StoreConfig
-from adacheck.errors import ForeignRun
+from adacheck.errors import ForeignRun, NoCut
 
 GENERATION, CHAIN = 1, 0
 """This release trains in one process: one chain, one generation."""
@@ -93,6 +94,14 @@ def free_aside(path: Path) -> Path:
     """A name to set the log at `path` aside under: later than all there are."""
     last = max((int(found.name.rpartition("-")[2]) for found in set_aside(path)), default=0)
     return aside_path(path, last + 1)
+
+
+def no_aside(config: StoreConfig, run: str) -> NoCut:
+    """The error that no log was set aside under the number asked for, with those there are."""
+    used = nvme_path(replace(config, aside=0), run)
+    there = [] if used is None else [found.name.rpartition("-")[2] for found in set_aside(used)]
+    have = f"there is aside={', '.join(there)}" if there else "none was"
+    return NoCut(f"no log of run {run} was set aside as number {config.aside} in {config.nvme}: {have}")
 
 
 def set_aside(path: Path) -> tuple[Path, ...]:

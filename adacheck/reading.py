@@ -15,7 +15,7 @@ from adacheck.backends.retry import Retry
 from adacheck.backends.wrappers import Retrying
 from adacheck.config import NvmeMissing, StoreConfig, parse
 from adacheck.incarnations import read_run
-from adacheck.nvme_directory import check_nvme_run, nvme_path, trained_here
+from adacheck.nvme_directory import check_nvme_run, no_aside, nvme_path, trained_here
 from adacheck.sources import Sources, gather
 
 OBJECT_TIER_ONLY = (
@@ -64,6 +64,7 @@ def open_sources(config: StoreConfig, objects: Backend) -> Iterator[Sources | No
     Raises:
         ForeignRun: the NVMe directory belongs to another run.
         DamagedCut: the run's identity or its fork table cannot be read.
+        NoCut, Damaged, Denied: the copy that was set aside, and is asked for, is not there or cannot be read.
     """
     found = read_run(objects)
     if found is None:
@@ -75,6 +76,8 @@ def open_sources(config: StoreConfig, objects: Backend) -> Iterator[Sources | No
             check_nvme_run(config, found.run)
             sources = gather(found.run, objects, stack.enter_context(_nvme_moment(config, found.run)), aside=bool(config.aside))
         except (Damaged, Denied) as error:
+            if config.aside:
+                raise  # the object tier has another lineage
             sources = gather(found.run, objects, None)
             sources.rejected.append(f"the NVMe copy of run {found.run}: {error}")
         yield sources
@@ -86,6 +89,8 @@ def _nvme_moment(config: StoreConfig, run: str) -> Iterator[Backend | None]:
     path = nvme_path(config, run)
     with translated(f"look at {path}"):
         here = path is not None and (path / DATA_FILE).exists()
+    if config.aside and not here:
+        raise no_aside(config, run)
     if path is None or not here:
         yield None
         return

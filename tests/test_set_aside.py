@@ -151,6 +151,15 @@ def test_a_disk_without_room_keeps_none_and_says_so(root: Path, caplog: pytest.L
     assert not list((root / "nvme").glob("*/0.*"))
 
 
+def test_one_that_is_not_there_is_no_other_lineage(root: Path) -> None:
+    for tool in (restore, fsck):
+        ended = run_tool(tool.main, uri_of(root, 3), *(["--list"] if tool is restore else []))
+        assert ended.code not in (0, 1) and "was set aside as number 3" in ended.err and "none was" in ended.err
+    damage(root, "base")
+    trained(root, FULL, FULL)
+    assert "there is aside=1" in run_tool(restore.main, uri_of(root, 3), "--list").err
+
+
 def test_it_is_not_trained_on(root: Path) -> None:
     process = Process(root)
     with Store.open(uri_of(root, 1)) as store, pytest.raises(ConfigError, match="looked at and exported, not trained on"):
