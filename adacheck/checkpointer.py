@@ -91,7 +91,7 @@ class Checkpointer:
         if cut is not None:
             self._capture.suspended = True
             try:
-                install.install(cut, self._inventory, self._extra)
+                install.install(cut, self._inventory, self._extra, self._capture.gradients)
             finally:
                 self._capture.suspended = False
         self._start_keeping(begun, cut)
@@ -254,9 +254,9 @@ class Checkpointer:
         ranges: dict[int, list[tuple[str, int, int]]] = {}
         for piece in refresh.due(plan, self._step) if plan else ():
             ranges.setdefault(piece.state, []).append((piece.tensor, piece.start, piece.stop))
-        stepped = self._capture.stepped
         draft = self._capture.finish(self._step, ranges, keeper.drifted())
-        for name, content in install.opaque_items(self._inventory, self._extra, self._capture.unattached, stepped=stepped):
+        gradients = self._capture.gradients.of_cut(self._capture.unattached)
+        for name, content in install.opaque_items(self._inventory, self._extra, gradients, self._capture.unattached):
             self._capture.writer.send_opaque(name, content)
         self._capture.writer.seal()
         keeper.submit(replace(draft, committed=progress.committed, durable=progress.durable, blocked_us=round(self._blocked_s * 1e6)))

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from adacheck.capture import accumulated, opaque
+from adacheck.capture import opaque
+from adacheck.capture.accumulated import Gradients
 from adacheck.capture.inventory import Inventory
 from adacheck.capture.rng import install_rng, rng_state
 from adacheck.errors import StateMismatch
@@ -46,14 +47,16 @@ class Stateful(Protocol):
 
 
 def opaque_items(
-    inventory: Inventory, extra: Mapping[str, Stateful], unattached: Mapping[str, str] | None = None, *, stepped: bool = True
+    inventory: Inventory,
+    extra: Mapping[str, Stateful],
+    gradients: Mapping[str, Any] | None = None,
+    unattached: Mapping[str, str] | None = None,
 ) -> list[tuple[str, bytes]]:
     """RNG, hyperparameters and `extra` as they are now, encoded; gradients that are still to be used, and what a cut does not hold.
 
     Args:
+        gradients: what `Gradients.of_cut` gives.
         unattached: parameters that an optimizer steps which is not attached, with its class.
-        stepped: whether an optimizer stepped in this iteration. If not, gradients of parameters that no optimizer has, as of those
-            whose masters are stepped, are still to be used too.
 
     Raises:
         UnsupportedTensor: an item of `extra` cannot be stored without loss; names where it sits.
@@ -63,11 +66,7 @@ def opaque_items(
         items.append((OPTIMIZER + name, opaque.encode(OPTIMIZER + name, _groups(inventory, name))))
         if own := own_entries(optimizer):
             items.append((OWN + name, opaque.encode(OWN + name, own)))
-    users = [*inventory.optimizers, *([] if stepped else [""])]
-    trained = (live for name in users for live in inventory.by_optimizer[name] if live.kind == "parameter")
-    states = [live for live in trained if live.fqn not in (unattached or ())]
-    unspent = accumulated.unspent(states)
-    items += [(GRADIENT + fqn, opaque.encode(GRADIENT + fqn, gradient)) for fqn, gradient in unspent.items()]
+    items += [(GRADIENT + fqn, opaque.encode(GRADIENT + fqn, gradient)) for fqn, gradient in (gradients or {}).items()]
     if unattached:
         items.append((UNATTACHED, opaque.encode(UNATTACHED, dict(unattached))))
     items += [(EXTRA + name, opaque.encode(EXTRA + name, item.state_dict())) for name, item in extra.items()]
@@ -89,8 +88,8 @@ def _groups(inventory: Inventory, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def install(cut: Cut, inventory: Inventory, extra: Mapping[str, Stateful]) -> None:
-    """Make model, optimizer, `extra` and the generators what they were at the cut; afterwards live bytes equal the cut's.
+def install(cut: Cut, inventory: Inventory, extra: Mapping[str, Stateful], gradients: Gradients) -> None:
+    """Make model, optimizer, `extra`, gradients and the generators what they were at the cut; afterwards live bytes equal the cut's.
 
     Raises:
         StateMismatch: something differs in name, shape, dtype or groups; names all of it, and nothing was written.
@@ -107,8 +106,7 @@ def install(cut: Cut, inventory: Inventory, extra: Mapping[str, Stateful]) -> No
         _write_groups(optimizer, decoded[OPTIMIZER + name])
     with torch.no_grad():
         _write_states(cut, inventory)
-        gradients = {name.removeprefix(GRADIENT): value for name, value in decoded.items() if name.startswith(GRADIENT)}
-        accumulated.put_back((live for live in inventory.states.values() if live.kind == "parameter"), gradients)
+        gradients.put_back({name.removeprefix(GRADIENT): value for name, value in decoded.items() if name.startswith(GRADIENT)})
     for name, item in extra.items():
         item.load_state_dict(decoded[EXTRA + name])
     install_rng(decoded[RNG])

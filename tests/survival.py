@@ -17,31 +17,33 @@ LAST, MORE = 14, 5
 OPTIONS: dict[str, Any] = {"refresh": 5, "log_steps": 4}
 
 
-def survives(root: Path, make: Make, caplog: pytest.LogCaptureFixture, *, again: Make | None = None, replayed: bool = True) -> Scan:
+def survives(
+    root: Path, make: Make, caplog: pytest.LogCaptureFixture, *, again: Make | None = None, replayed: bool = True, last: int = LAST
+) -> Scan:
     """Train, kill, restore into a job of another seed, go on: all of it as the run without adacheck. Gives the log as killed.
 
     `again` makes the job that is restored into, where the script then starts otherwise than it did at first. `replayed` says that no
-    replay may give other bits than the trainer has.
+    replay may give other bits than the trainer has. It is killed after step `last`.
     """
     reference, expected = make(1), {}
-    for first, last in ((0, LAST), (LAST, LAST + MORE)):
-        reference.train(None, first, last)
-        expected[last] = reference.bits()
+    for begin, end in ((0, last), (last, last + MORE)):
+        reference.train(None, begin, end)
+        expected[end] = reference.bits()
     uri = f"file://{root}"
     job = make(1)
     with opened(uri, job, **OPTIONS) as ckpt:
         assert ckpt.restore() == 0
-        job.train(ckpt, 0, LAST, settle=True)
-        assert job.bits() == expected[LAST]
-        assert all(ckpt.inexact(step) == () for step in range(LAST + 1))
+        job.train(ckpt, 0, last, settle=True)
+        assert job.bits() == expected[last]
+        assert all(ckpt.inexact(step) == () for step in range(last + 1))
     found = logged(root)
     job = (again or make)(99)
     with opened(uri, job, **OPTIONS) as ckpt:
-        assert ckpt.restore() == LAST
-        assert job.bits() == expected[LAST]
-        job.train(ckpt, LAST, LAST + MORE, settle=True)
-        assert job.bits() == expected[LAST + MORE]
-        assert all(ckpt.inexact(step) == () for step in range(LAST, LAST + MORE + 1))
+        assert ckpt.restore() == last
+        assert job.bits() == expected[last]
+        job.train(ckpt, last, last + MORE, settle=True)
+        assert job.bits() == expected[last + MORE]
+        assert all(ckpt.inexact(step) == () for step in range(last, last + MORE + 1))
     messages = [record.message for record in caplog.records]
     assert not [message for message in messages if "drift" in message or (replayed and "did not give" in message)]
     return found

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from adacheck.capture import accumulated
 from adacheck.errors import StateMismatch
-from tests.survival import LAST, MORE, OPTIONS, adamw, backward, job_of, mlp, plain, survives, travelled
+from tests.survival import LAST, OPTIONS, adamw, backward, job_of, mlp, plain, survives, travelled
 from tests.training import Job, logged, opened, restored_bits
 
 # Closures
@@ -169,132 +168,6 @@ def test_sparse_gradients_in_mid_accumulation(tmp_path: Path, caplog: pytest.Log
                 optimizer.zero_grad()
 
     survives(tmp_path, make, caplog)
-
-
-class Sometimes(torch.nn.Module):
-    """A parameter that takes no part in some iterations."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.always, self.rare = torch.nn.Linear(12, 3), torch.nn.Linear(12, 3)
-        self.used = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.always(x)
-        return out + self.rare(x) if self.used else out
-
-
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("to_none", [True, False])
-def test_zero_is_not_none(tmp_path: Path, caplog: pytest.LogCaptureFixture, to_none: bool, first: bool) -> None:
-    """A parameter that is unused right after the restore: with a gradient of zeros it decays and moves on, with none it stays."""
-
-    def make(seed: int) -> Job:
-        model = Sometimes(seed)
-        return Job(model, {"optim": adamw(model.parameters(), weight_decay=0.1)}, zeroing)
-
-    def zeroing(job: Job, n: int) -> None:
-        job.model.used = n <= LAST  # type: ignore[assignment]
-        if first:
-            job.optimizer.zero_grad(set_to_none=to_none)
-        backward(job.model)
-        job.optimizer.step()
-        if not first:
-            job.optimizer.zero_grad(set_to_none=to_none)
-
-    found = survives(tmp_path, make, caplog)
-    assert set(travelled(found, "rare.weight")) == {"gradient"}
-
-
-def test_sparse_gradients_that_are_zeroed_stay_sparse(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """SparseAdam takes no dense ones, of which one would be left if the next gradient were added to dense zeros."""
-
-    def make(seed: int) -> Job:
-        torch.manual_seed(seed)
-        model = torch.nn.Embedding(11, 4, sparse=True)
-        return Job(model, {"optim": torch.optim.SparseAdam(model.parameters(), lr=0.05)}, zeroing)
-
-    def zeroing(job: Job, n: int) -> None:
-        job.optimizer.zero_grad(set_to_none=False)
-        torch.autograd.backward(job.model(torch.randint(0, 11, (5,))).square().mean())
-        job.optimizer.step()
-
-    survives(tmp_path, make, caplog)
-
-
-@pytest.mark.parametrize(("zeroed_at", "said"), [(range(100), ""), (range(0), "is not zeroed"), (range(6), "may not have been")])
-def test_a_gradient_that_is_not_zeroed_as_before_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, zeroed_at: range, said: str
-) -> None:
-    """It was taken for one that is dropped or zeroed before the next backward pass, and that is in no earlier cut."""
-    monkeypatch.setattr(accumulated, "_said", False)
-
-    def zeroing(job: Job, n: int) -> None:
-        if n in zeroed_at:
-            job.optimizer.zero_grad(set_to_none=False)
-        backward(job.model)
-        job.optimizer.step()
-
-    job = job_of(zeroing)(1)
-    with opened(f"file://{tmp_path}", job, **OPTIONS) as ckpt:
-        ckpt.restore()
-        job.train(ckpt, 0, 10)
-    told = [record.message for record in caplog.records if "cuts of the steps before lack it" in record.message]
-    assert len(told) == bool(said) and all(said in line for line in told)
-
-
-def test_gradients_that_nobody_zeroes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What was stepped is still there, and the next gradient is added to it: also after a restore, and one right after that."""
-
-    def adding(job: Job, n: int) -> None:
-        backward(job.model)
-        job.optimizer.step()
-
-    make = job_of(adding)
-    survives(tmp_path / "once", make, caplog)
-    reference = make(1)
-    reference.train(None, 0, LAST + 1 + MORE)
-    expected = reference.bits()
-    job, start = make(1), 0
-    for last in (LAST, LAST + 1, LAST + 1 + MORE):
-        with opened(f"file://{tmp_path}/twice", job, **OPTIONS) as ckpt:
-            assert ckpt.restore() == start
-            job.train(ckpt, start, last, settle=True)
-            live = job.bits()
-        job, start = make(last), last
-    assert live == expected
-
-
-def test_gradients_that_the_other_optimizers_backward_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As a GAN's generator leaves some on the discriminator, which here takes them into its next step."""
-
-    def make(seed: int) -> Job:
-        model = mlp(seed)
-        return Job(model, {"a": adamw(model[0].parameters()), "b": adamw(model[2].parameters())}, in_turn)
-
-    def in_turn(job: Job, n: int) -> None:
-        for optimizer in job.optimizers.values():
-            backward(job.model)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    found = survives(tmp_path, make, caplog)
-    assert set(travelled(found, "0.weight") + travelled(found, "2.weight")) == {"gradient"}
-
-
-def test_a_fresh_scripts_stale_gradients_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def stepping(job: Job, n: int) -> None:
-        backward(job.model)
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-
-    def warmed_up(seed: int) -> Job:
-        job = job_of(stepping)(seed)
-        backward(job.model)
-        return job
-
-    survives(tmp_path, job_of(stepping), caplog, again=warmed_up)
 
 
 # Switches

@@ -1,78 +1,225 @@
-"""Gradients that `ckpt.step()` finds on the parameters: those that the next optimizer step will still use belong to the cut.
+"""Gradients that `ckpt.step()` finds on the parameters: those that the script will still use belong to the cut.
 
-In mid-accumulation that is their sum so far. One that an optimizer has used is spent, and most scripts drop it before the next backward
-pass: it is not kept. Where it is kept, by `zero_grad(set_to_none=False)`, it comes back as zeros, which is not the same as none; and where
-nothing zeroes it, so that the next one is added to it, it comes back as it is. What a script does shows in its first three iterations, and
-as long as it writes to a gradient as often from one use to the next, it still does it; that it did otherwise is said, once.
-The mark that tells all this apart is an attribute of the gradient itself, so it goes with it.
+In mid-accumulation that is their sum so far. One that an optimizer has used is spent, and what becomes of it is up to the script: most drop
+it before the next backward pass; some zero it, which is not the same where a part of the model then takes no part; some add to it. To put
+back what it held is right in every case, and costs its bytes at every step. So what the script does is learned, from the first spent
+gradient of each parameter on (`_Habit`): what is dropped is not kept, what is zeroed comes back as zeros, all else as it is.
+
+A parameter that no attached optimizer has may have a master that one has. Which of them is not known, so its gradient counts as used by
+each optimizer that stepped since it was last written to, and a habit is one for each such set: what one of two optimizers leaves may be
+dropped where both have stepped, and added to where one of them rests.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from adacheck.capture.inventory import LiveState
+from adacheck.capture.inventory import Inventory, LiveState
 from adacheck.capture.watch import version
+
+UNKNOWN_BYTES_MAX = 64 * 2**20
+"""Most bytes of gradients that a cut keeps because nobody knows yet what becomes of them.
+
+They are encoded in the trainer's thread and held in memory. More are kept only if the script is known not to drop all of its gradients.
+"""
 
 _MARK = "_adacheck_spent"
 _log = logging.getLogger("adacheck")
-_said = False
 
 
 class _Mark(NamedTuple):
-    """Put on a gradient when an optimizer has used it.
+    """Put on a gradient when an optimizer has used it; an attribute of the gradient itself, so it goes with it.
 
     Attributes:
         version: its version counter then.
-        outlived: it had a mark already, so whoever drops gradients did not drop this one.
-        zeroed: whether it is zeroed before the next backward pass; `None` as long as that was not seen.
-        writes: how often it was written to from the use before to this one; 0 if that is not known.
+        users: the optimizers that may have used it since it was last written to.
+        cut: how many cuts there had been.
     """
 
     version: int
-    outlived: bool
+    users: frozenset[str]
+    cut: int
+
+
+class _Habit(NamedTuple):
+    """What becomes of a parameter's spent gradients.
+
+    Attributes:
+        outlives: it is there at the next use; else it is dropped.
+        zeroed: whether it is zeroed before the next gradient is added to it; `None` if that is not known.
+        writes: how often it was written to up to the next use when that was learned. As long as that is the same, the script still does it.
+    """
+
+    outlives: bool
     zeroed: bool | None = None
     writes: int = 0
 
 
-def spend(states: Iterable[LiveState]) -> None:
-    """Note that an optimizer has just used the gradients of these states."""
-    for live in states:
-        gradient = live.parameter.grad
-        if gradient is None:
-            continue
-        before: _Mark | None = vars(gradient).get(_MARK)
-        if before is None:
-            setattr(gradient, _MARK, _Mark(version(gradient), outlived=False))
+class _Question(NamedTuple):
+    """What becomes of the gradient that the last cut found; `zeroed` as the next backward pass found it, `None` before that."""
+
+    users: frozenset[str]
+    zeroed: bool | None = None
+
+
+class Gradients:
+    """What is known of the gradients of one training process."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self._inventory = inventory
+        self._habits: dict[tuple[str, frozenset[str]], _Habit] = {}
+        self._questions: dict[str, _Question] = {}
+        self._listening: dict[str, torch.utils.hooks.RemovableHandle] = {}
+        self._left_out: set[str] = set()  # parameters whose gradient the last cut lacks
+        self._cuts = 0
+        self._any_outlives = self._said = False
+
+    def spend(self, name: str) -> None:
+        """Note that an optimizer has just stepped, and see what became of the gradients since the last cut."""
+        user = frozenset((name,))
+        for live in (*self._inventory.by_optimizer[name], *self._inventory.unowned):
+            gradient = live.parameter.grad
+            question = self._questions.pop(live.fqn, None)
+            mark: _Mark | None = None if gradient is None else vars(gradient).get(_MARK)
+            if mark is None and question is not None:
+                self._habits[live.fqn, question.users] = _Habit(outlives=False)
+            if gradient is None or gradient.is_inference():  # which has no version counter, and is kept as it is
+                continue
+            now = version(gradient)
+            if mark is not None and mark.cut < self._cuts:
+                if live.optimizer is None and mark.version == now:  # nothing happened to it, and this optimizer may not be its user
+                    if question is not None:
+                        self._questions[live.fqn] = question
+                    continue
+                self._outlived(live, gradient, mark, None if question is None else question.zeroed)
+            more = mark is not None and mark.cut == self._cuts and mark.version == now
+            setattr(gradient, _MARK, _Mark(now, mark.users | user if mark and more else user, self._cuts))
+
+    def of_cut(self, apart: Collection[str]) -> dict[str, Any]:
+        """What of the present gradients a restore must put back, by name of the parameter, for `put_back`.
+
+        Args:
+            apart: parameters that an optimizer steps which is not attached.
+        """
+        self._cuts += 1
+        self._questions.clear()
+        self._left_out.clear()
+        found: dict[str, Any] = {}
+        unknown: list[tuple[LiveState, torch.Tensor]] = []
+        for live in self._trained():
+            gradient = live.parameter.grad
+            if gradient is None or live.fqn in apart:
+                continue
+            mark: _Mark | None = vars(gradient).get(_MARK)
+            if mark is None or mark.version != version(gradient):
+                found[live.fqn] = {"users": [], "gradient": _content(gradient)}
+                continue
+            habit = self._habits.get((live.fqn, mark.users))
+            if habit is None or (habit.outlives and habit.zeroed is None):
+                self._ask(live, mark.users)
+            if habit is None or (habit.outlives and habit.zeroed is None and not self._may_be_used(live)):
+                unknown.append((live, gradient))
+            elif habit.outlives and (habit.zeroed or self._may_be_used(live)):
+                found[live.fqn] = {"users": sorted(mark.users), "gradient": _zeros(gradient) if habit.zeroed else _content(gradient)}
+            else:
+                self._left_out.add(live.fqn)
+        if self._any_outlives or sum(_bytes(gradient) for _, gradient in unknown) <= UNKNOWN_BYTES_MAX:
+            found |= {live.fqn: {"users": sorted(vars(g)[_MARK].users), "gradient": _content(g)} for live, g in unknown}
         else:
-            writes = version(gradient) - before.version
-            steady = before.outlived and before.writes in (0, writes)
-            setattr(gradient, _MARK, _Mark(version(gradient), True, before.zeroed if steady else None, writes))
-            if not steady and live.parameter.requires_grad:
-                _look_before_the_next_backward(live)
-            if before.zeroed and writes < before.writes:
-                _say_once(f"the gradient of {live.fqn} was zeroed before each backward pass, and may not have been before the last one")
+            self._left_out.update(live.fqn for live, _ in unknown)
+        return found
 
+    def put_back(self, gradients: Mapping[str, Any]) -> None:
+        """Give every parameter the gradient that `of_cut` told of, or none; the script may have changed, so nothing is known any more."""
+        self._habits.clear()
+        self._questions.clear()
+        self._left_out.clear()
+        for live in self._inventory.states.values():
+            if live.kind != "parameter":
+                continue
+            saved = gradients.get(live.fqn)
+            gradient = live.parameter.grad = None if saved is None else _made(live.parameter.detach(), saved["gradient"])
+            if gradient is not None and saved is not None and saved["users"]:
+                users = frozenset(saved["users"])
+                setattr(gradient, _MARK, _Mark(version(gradient), users, self._cuts))
+                self._ask(live, users)
+        self._cuts += 1
 
-def unspent(states: Iterable[LiveState]) -> dict[str, Any]:
-    """What of the present gradients a restore must put back, by name of the parameter, for `put_back`."""
-    found: dict[str, Any] = {}
-    for live in states:
-        gradient = live.parameter.grad
+    def look_away(self) -> None:
+        """A step is not looked at: what it does to the gradients of the last cut will not be known."""
+        self._questions.clear()
+
+    def remove(self) -> None:
+        """Take every hook away."""
+        for handle in self._listening.values():
+            handle.remove()
+        self._listening.clear()
+
+    def _trained(self) -> Iterator[LiveState]:
+        for name in self._inventory.optimizers:
+            yield from (live for live in self._inventory.by_optimizer[name] if live.kind == "parameter")
+        yield from self._inventory.unowned
+
+    def _may_be_used(self, live: LiveState) -> bool:
+        """Whether what a parameter's gradient sums up is for an optimizer: else it may be one that the script forgot to freeze."""
+        return live.optimizer is not None or self._inventory.has_masters
+
+    def _ask(self, live: LiveState, users: frozenset[str]) -> None:
+        """Learn what becomes of this gradient: from the next backward pass, and from the next step."""
+        self._questions[live.fqn] = _Question(users)
+        if (handle := self._listening.pop(live.fqn, None)) is not None:
+            handle.remove()
+        if live.parameter.requires_grad:
+            self._listening[live.fqn] = live.parameter.register_hook(partial(self._backward, live))  # type: ignore[no-untyped-call]
+
+    def _backward(self, live: LiveState, _: torch.Tensor) -> None:
+        """A new gradient has arrived, and is now added to the one that is there, if one is."""
+        self._listening.pop(live.fqn).remove()
+        question = self._questions.get(live.fqn)
+        if question is None:
+            return
+        key, gradient = (live.fqn, question.users), live.parameter.grad
         if gradient is None:
-            continue
+            self._habits[key] = _Habit(outlives=False)
+            del self._questions[live.fqn]
+            return
         mark: _Mark | None = vars(gradient).get(_MARK)
-        if mark is None or mark.version != version(gradient):
-            found[live.fqn] = {"spent": False, "gradient": _content(gradient)}
-        elif mark.outlived:
-            kept = torch.zeros_like(gradient) if mark.zeroed else gradient
-            dense_zeros = mark.zeroed and gradient.layout == torch.strided
-            found[live.fqn] = {"spent": True, "gradient": None if dense_zeros else _content(kept)}
-    return found
+        zeroed = (mark is None or mark.version != version(gradient)) and _is_zero(gradient)
+        self._questions[live.fqn] = question._replace(zeroed=zeroed)
+        if mark is None or torch.is_grad_enabled():  # the sum will be another tensor, which does not mean that this one is dropped
+            self._habits[key] = _Habit(outlives=True, zeroed=False)
+            self._any_outlives |= self._may_be_used(live)
+            del self._questions[live.fqn]
+
+    def _outlived(self, live: LiveState, gradient: torch.Tensor, mark: _Mark, zeroed: bool | None) -> None:
+        """A gradient that the last cut found spent is there at the next step."""
+        key, writes = (live.fqn, mark.users), version(gradient) - mark.version
+        before = self._habits.get(key)
+        if before is None or not before.outlives or before.zeroed is None:
+            self._habits[key] = _Habit(True, zeroed, writes)
+        elif before.zeroed and before.writes != writes and not _is_zero(gradient):
+            self._habits[key] = _Habit(True, None, writes)
+            if writes < before.writes:
+                self._say_once(
+                    f"the gradient of {live.fqn} was zeroed before each backward pass, and may not have been before the last one"
+                )
+        if self._may_be_used(live):
+            self._any_outlives = True
+            if live.fqn in self._left_out:
+                self._say_once(f"the gradient of {live.fqn} was not dropped before the last backward pass")
+
+    def _say_once(self, what: str) -> None:
+        if not self._said:
+            self._said = True
+            _log.warning(
+                "%s: cuts of the steps before lack it, later ones have it; zero_grad() belongs into every iteration that begins a new sum",
+                what,
+            )
 
 
 def waiting(states: Iterable[LiveState]) -> bool:
@@ -86,43 +233,22 @@ def waiting(states: Iterable[LiveState]) -> bool:
     return False
 
 
-def put_back(states: Iterable[LiveState], gradients: Mapping[str, Any]) -> None:
-    """Give every parameter the gradient that `unspent` told of, or none."""
-    for live in states:
-        saved = gradients.get(live.fqn)
-        live.parameter.grad = None if saved is None else _made(live.parameter.detach(), saved["gradient"])
-        if saved is not None and saved["spent"]:
-            gradient = live.parameter.grad
-            assert gradient is not None, "it was just made"
-            setattr(gradient, _MARK, _Mark(version(gradient), outlived=True, zeroed=saved["gradient"] is None or None))
-            if saved["gradient"] is not None and live.parameter.requires_grad:
-                _look_before_the_next_backward(live)
+def _bytes(gradient: torch.Tensor) -> int:
+    held = (gradient._indices(), gradient._values()) if gradient.layout == torch.sparse_coo else (gradient,)
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def _look_before_the_next_backward(live: LiveState) -> None:
-    """Learn, when its next gradient arrives, whether somebody zeroed the spent one."""
-    parameter, fqn = live.parameter, live.fqn
-
-    def look(_: torch.Tensor) -> None:
-        handle.remove()
-        gradient = parameter.grad
-        mark: _Mark | None = None if gradient is None else vars(gradient).get(_MARK)
-        if gradient is not None and mark is not None:
-            zeroed = version(gradient) != mark.version
-            setattr(gradient, _MARK, mark._replace(zeroed=zeroed))
-            if not zeroed:
-                _say_once(f"the gradient of {fqn} is not zeroed before the backward pass, which adds to it")
-
-    handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
+def _is_zero(gradient: torch.Tensor) -> bool:
+    """Whether it is what `zero_()` makes of it, to the bit."""
+    gradient = gradient.detach()
+    if gradient.layout != torch.strided:
+        return gradient.layout == torch.sparse_coo and gradient._nnz() == 0
+    return not gradient.contiguous().reshape(-1).view(torch.uint8).any()
 
 
-def _say_once(what: str) -> None:
-    global _said
-    if not _said:
-        _said = True
-        _log.warning(
-            "%s: cuts of the steps before lack it, later ones have it; zero_grad() belongs into every iteration that begins a new sum", what
-        )
+def _zeros(gradient: torch.Tensor) -> Any:
+    """What `zero_()` makes of it, as an opaque value."""
+    return None if gradient.layout == torch.strided else _content(torch.zeros_like(gradient))
 
 
 def _content(gradient: torch.Tensor) -> Any:
@@ -130,9 +256,7 @@ def _content(gradient: torch.Tensor) -> Any:
     gradient = gradient.detach()
     if gradient.layout == torch.sparse_coo:
         return (gradient._indices(), gradient._values(), list(gradient.shape), gradient.is_coalesced())
-    if gradient.is_contiguous() and not gradient.reshape(-1).view(torch.uint8).any():
-        return None
-    return gradient
+    return None if _is_zero(gradient) else gradient
 
 
 def _made(parameter: torch.Tensor, content: Any) -> torch.Tensor:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from adacheck.capture import accumulated, opaque
+from adacheck.capture import opaque
+from adacheck.capture.accumulated import Gradients
 from adacheck.capture.blocks import PoolEmpty
 from adacheck.capture.clip import ClipCoefficients
 from adacheck.capture.derived import apart, derived_now
@@ -65,6 +66,7 @@ class Capture:
         """States the chain has a complete value of; others go whole."""
         self.writer, self._verdicts, self._failed = writer, verdicts, failed
         self._clip, self._watch, self._quiet = ClipCoefficients(), Watch(), QuietOptimizers()
+        self.gradients = Gradients(inventory)
         self._strangers, self._hooks = Strangers(inventory), StepHooks(inventory.optimizers)
         self._step = _Step()
         self._signatures = {name: inventory.signature(name) for name in inventory.optimizers}
@@ -89,6 +91,7 @@ class Capture:
         self._clip.remove()
         self._strangers.remove()
         self._hooks.remove()
+        self.gradients.remove()
 
     def restored(self, known: Iterable[int]) -> None:
         """The live tensors were just written from a cut that holds `known`: forget what was captured and seen before."""
@@ -274,7 +277,9 @@ class Capture:
         self._end_copying()
         if not self.suspended and self._depth[name] == 0:
             self._watch.accept(self.inventory.states[number] for number in self._stepping.get(name, ()))
-            accumulated.spend(self.inventory.by_optimizer[name])
+            self.gradients.spend(name)
+        elif self.suspended:
+            self.gradients.look_away()
 
     def _send_value(self, live: LiveState, reason: str, omitted: Collection[str]) -> DraftValue:
         scalars = live.scalars()

@@ -87,6 +87,8 @@ class Inventory:
         numbers: fqn -> state number; kept over restarts of one generation, extended by new names.
         states, by_parameter, by_optimizer: the live states by number, by `id` of their parameter, and by who steps them.
         given: each optimizer's hyperparameters as the script had set them when it attached, encoded, by group.
+        unowned: parameters that get or have gradients and are in no attached optimizer.
+        has_masters: an optimizer steps parameters of no model, which may be copies of others in another precision.
     """
 
     models: dict[str, torch.nn.Module]
@@ -96,19 +98,25 @@ class Inventory:
     by_parameter: dict[int, LiveState] = field(default_factory=dict)
     by_optimizer: dict[str, list[LiveState]] = field(default_factory=dict)
     given: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    unowned: list[LiveState] = field(default_factory=list)
+    has_masters: bool = False
 
     def refresh(self) -> None:
         """Look again: names of all parameters, buffers, and what the optimizers hold besides (cheap; called at every step)."""
         names = _Names(self.numbers)
         for prefix, model in self.models.items():
             self._collect(prefix, model, names)
+        of_models = len(names.found)
         for name, optimizer in self.optimizers.items():
             self._collect_optimizer(name, optimizer, names)
+        self.has_masters = len(names.found) > of_models
         self.states = {live.state: live for live in names.found.values()}
         self.by_parameter = names.found
         self.by_optimizer = {name: [] for name in ("", *self.optimizers)}
         for live in self.states.values():
             self.by_optimizer[live.optimizer_name].append(live)
+        unowned = (live for live in self.by_optimizer[""] if live.kind == "parameter")
+        self.unowned = [live for live in unowned if live.parameter.requires_grad or live.parameter.grad is not None]
 
     def expected_bytes(self) -> tuple[int, int]:
         """Bytes of the gradients of one step, and of all states: those there are, or those torch's optimizers will make, if more."""
