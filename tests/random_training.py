@@ -138,17 +138,15 @@ class Program:
 
     def _groups(self, optim: Optim, model: nn.ModuleList) -> list[list[dict[str, Any]]]:
         """The parameter groups of each of its optimizers, of which there is one, or one by parameter."""
-        parts = [list(model[part].parameters()) for part in optim.parts]
-        if optim.masters:
-            parts = [[nn.Parameter(p.detach().float().clone()) for p in part] for part in parts]
+        parts = [_stepped(optim, model[part]) for part in optim.parts]
         if self.loop != "backward":
             return [[{"params": part} for part in parts] if optim.grouped else [{"params": [p for part in parts for p in part]}]]
         return [[{"params": [p]}] for part in parts for p in part]
 
     def _add(self, job: Job) -> None:
         assert self.added is not None
-        _, optimizer, part = self.added
-        job.optimizers[str(optimizer)].add_param_group({"params": list(job.model.get_submodule(str(part)).parameters())})
+        _, i, part = self.added
+        job.optimizers[str(i)].add_param_group({"params": _stepped(self.optims[i], job.model.get_submodule(str(part)))})
 
     def _edit(self, job: Job, n: int, *, late: bool) -> None:
         for edit in self.edits:
@@ -164,12 +162,14 @@ class Program:
                 total += self._backward(job, n)
         if self.loop == "backward" or (self.loop == "micro" and n % 2):
             return total
-        for i, (optim, optimizer) in enumerate(zip(self.optims, job.optimizers.values(), strict=True)):
+        for i, optimizer in enumerate(job.optimizers.values()):
+            optim = self.optims[i]
             if not self._steps(optim, n):
                 continue
-            with self._masters(job, optim, optimizer):
+            pairs = self._masters(job, i, optimizer)
+            with _copied_back(pairs):
                 if self.loop == "closure" or optim.kind == "LBFGS":
-                    optimizer.step(lambda: self._again(job, n))
+                    optimizer.step(partial(self._again, job, n, pairs))
                 elif self.loop == "scaler":
                     self._scaled_step(job, optimizer, unscale=i % 2 == 0)
                 else:
@@ -179,17 +179,15 @@ class Program:
             job.extra["scaler"].update()
         return total
 
-    @contextmanager
-    def _masters(self, job: Job, optim: Optim, optimizer: Optimizer) -> Iterator[None]:
-        """Give masters the gradients of what they are masters of, and their values back afterwards."""
-        masters = [p for group in optimizer.param_groups for p in group["params"]] if optim.masters else []
-        trained = [p for part in optim.parts for p in job.model.get_submodule(str(part)).parameters()] if optim.masters else []
-        for master, parameter in zip(masters, trained, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-        yield
-        with torch.no_grad():
-            for master, parameter in zip(masters, trained, strict=True):
-                parameter.copy_(master)
+    def _masters(self, job: Job, i: int, optimizer: Optimizer) -> _Masters:
+        """The masters that an optimizer steps, each with what it is a master of."""
+        optim = self.optims[i]
+        if not optim.masters:
+            return []
+        parts = [*optim.parts, *([self.added[2]] if self.added is not None and self.added[1] == i else [])]
+        trained = [p for part in parts for p in job.model.get_submodule(str(part)).parameters()]
+        masters = [p for group in optimizer.param_groups for p in group["params"]]  # fewer until the group is added
+        return list(zip(masters, trained, strict=False))
 
     def _steps(self, optim: Optim, n: int) -> bool:
         return not optim.rests or n % optim.rests != 0
@@ -203,9 +201,11 @@ class Program:
             self._clip(optimizer)
         scaler.step(optimizer)
 
-    def _again(self, job: Job, n: int) -> float:
-        job.model.zero_grad()
-        return self._backward(job, n)
+    def _again(self, job: Job, n: int, pairs: _Masters) -> float:
+        job.model.zero_grad(set_to_none=not self.zeros)
+        loss = self._backward(job, n)
+        _give_gradients(pairs)
+        return loss
 
     def _backward(self, job: Job, n: int) -> float:
         modules = [job.model.get_submodule(str(i)) for i, part in enumerate(self.parts) if part.used(n)]
@@ -225,6 +225,29 @@ class Program:
             nn.utils.clip_grad_norm_(dense, 0.05, foreach=None if self.clip == "norm" else False)
         elif self.clip and real:
             nn.utils.clip_grad_value_(real, 0.01)
+
+
+_Masters = list[tuple[nn.Parameter, nn.Parameter]]
+
+
+def _stepped(optim: Optim, part: nn.Module) -> list[nn.Parameter]:
+    """What an optimizer steps of a part: its parameters, or masters of them."""
+    return [nn.Parameter(p.detach().float().clone()) if optim.masters else p for p in part.parameters()]
+
+
+def _give_gradients(pairs: _Masters) -> None:
+    for master, parameter in pairs:
+        master.grad = None if parameter.grad is None else parameter.grad.float()
+
+
+@contextmanager
+def _copied_back(pairs: _Masters) -> Iterator[None]:
+    """Give masters the gradients of what they are masters of, and their values back afterwards."""
+    _give_gradients(pairs)
+    yield
+    with torch.no_grad():
+        for master, parameter in pairs:
+            parameter.copy_(master)
 
 
 def _optimizer(optim: Optim, groups: list[dict[str, Any]]) -> Optimizer:
@@ -316,8 +339,8 @@ def _scale_lr(job: Job, optimizer: Optimizer, parameter: nn.Parameter) -> None:
 
 def _change_decay(job: Job, optimizer: Optimizer, parameter: nn.Parameter) -> None:
     group = optimizer.param_groups[-1]
-    sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in group["params"])
-    if "weight_decay" in group and not sparse:
+    sparse = any(isinstance(module, nn.Embedding) and module.sparse for module in job.model.modules())
+    if "weight_decay" in group and not sparse:  # which goes with no sparse gradient
         group["weight_decay"] = 0.0 if group["weight_decay"] else 0.02
 
 
