@@ -25,8 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/adacheck-demo $(if $(S3),--s3)
 
+# Some tests take a minute, most take milliseconds: with worksteal, a worker that is done takes over from the other.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(BIN)/adacheck-bench

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,8 @@ def pytest_collection_finish() -> None:
 
     Each checkpointer asks once who refers to its optimizers, which goes through all that is not frozen, as full collections do.
     """
-    import torch._dynamo  # noqa: F401 - half of them; the first optimizer would import it
+    if "torch" in sys.modules:
+        import torch._dynamo  # noqa: F401 - half of them; the first optimizer would import it
 
     gc.collect()
     gc.freeze()
