@@ -159,7 +159,8 @@ def _edits() -> st.SearchStrategy[Edit]:
 @st.composite
 def sequences(draw: st.DrawFn) -> Sequence:
     """When it is waited, when it dies, and how the store is kept."""
-    crashes = sorted(draw(st.lists(st.integers(1, LAST_MAX), min_size=1, max_size=2, unique=True)))
+    last = draw(st.integers(4, LAST_MAX))
+    crashes = [*draw(st.lists(st.integers(1, last - 1), max_size=1)), last]
     steps = st.integers(1, crashes[-1])
     options: dict[str, Any] = {
         "refresh": draw(st.integers(1, 5)),

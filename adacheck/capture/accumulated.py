@@ -84,7 +84,7 @@ class Gradients:
         user = frozenset((name,))
         for live in (*self._inventory.by_optimizer[name], *self._inventory.unowned):
             gradient = live.parameter.grad
-            question = self._questions.pop(live.fqn, None)
+            question = self._questions.pop(live.fqn, None) if self._questions else None
             mark: _Mark | None = None if gradient is None else vars(gradient).get(_MARK)
             if mark is None and question is not None:
                 self._habits[live.fqn, question.users] = _Habit(outlives=False)
