@@ -52,7 +52,7 @@ class Checkpointer:
         self._start: start.Start | None = None
         self._generations = Generations(store.config, store.objects, inventory)
         self._capture, self._pace = self._generations.capture, self._generations.pace
-        self._forgotten = Forgotten(inventory, self._extra)
+        self._forgotten = Forgotten(inventory, self._capture.gradients, self._extra)
         self._schedule: tuple[refresh.Layout, refresh.Schedule] | None = None
         self._reports = Reports()
         self._blocked_s = 0.0

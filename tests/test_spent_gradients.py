@@ -5,6 +5,8 @@ Where a part of the model takes no part in the iteration after the restore, none
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from adacheck.capture import accumulated
+from adacheck.capture.beside import Beside
 from tests.survival import LAST, MORE, OPTIONS, Make, adamw, backward, job_of, mlp, plain, survives, travelled
 from tests.training import Job, logged, opened
 
@@ -380,3 +383,31 @@ def test_large_ones_are_not_kept_before_the_script_is_known(
     later: set[str] = set() if to_none else ALL
     assert kept(tmp_path, job_of(zeroing)) == [set(), later, later]
     assert ("cuts of the steps before lack it" in caplog.text) is not to_none
+
+
+# What the script does with gradients itself
+
+
+def test_the_scripts_own_files_and_copies_of_gradients_hold_nothing_of_ours(tmp_path: Path) -> None:
+    job = job_of(plain)(1)
+    with opened(f"file://{tmp_path}/run", job, **OPTIONS) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, 2)
+        held = {name: p.grad for name, p in job.model.named_parameters()}
+        torch.save(held, tmp_path / "gradients.pt")
+        read = torch.load(tmp_path / "gradients.pt", weights_only=True)
+        assert read.keys() == held.keys() and all(torch.equal(read[name], grad) for name, grad in held.items() if grad is not None)
+        assert all(grad is not None and not vars(grad) and not vars(copy.deepcopy(grad)) for grad in held.values())
+
+
+def test_a_note_goes_with_its_tensor() -> None:
+    notes = Beside[str]()
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    notes.put(parameter.grad, "first")
+    notes.put(parameter.grad, "second")
+    gc.collect()
+    assert notes.get(parameter.grad) == "second", "also while no name in Python refers to it"
+    assert notes.get(parameter.grad.clone()) is None
+    parameter.grad = None
+    assert not notes._notes

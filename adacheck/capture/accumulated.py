@@ -13,12 +13,13 @@ dropped where both have stepped, and added to where one of them rests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from adacheck.capture.beside import Beside
 from adacheck.capture.inventory import Inventory, LiveState
 from adacheck.capture.watch import version
 
@@ -28,12 +29,11 @@ UNKNOWN_BYTES_MAX = 64 * 2**20
 They are encoded in the trainer's thread and held in memory. More are kept only if the script is known not to drop all of its gradients.
 """
 
-_MARK = "_adacheck_spent"
 _log = logging.getLogger("adacheck")
 
 
 class _Mark(NamedTuple):
-    """Put on a gradient when an optimizer has used it; an attribute of the gradient itself, so it goes with it.
+    """Noted beside a gradient when an optimizer has used it.
 
     Attributes:
         version: its version counter then.
@@ -72,6 +72,7 @@ class Gradients:
 
     def __init__(self, inventory: Inventory) -> None:
         self._inventory = inventory
+        self._marks = Beside[_Mark]()
         self._habits: dict[tuple[str, frozenset[str]], _Habit] = {}
         self._questions: dict[str, _Question] = {}
         self._listening: dict[str, torch.utils.hooks.RemovableHandle] = {}
@@ -85,7 +86,7 @@ class Gradients:
         for live in (*self._inventory.by_optimizer[name], *self._inventory.unowned):
             gradient = live.parameter.grad
             question = self._questions.pop(live.fqn, None) if self._questions else None
-            mark: _Mark | None = None if gradient is None else vars(gradient).get(_MARK)
+            mark = None if gradient is None else self._marks.get(gradient)
             if mark is None and question is not None:
                 self._habits[live.fqn, question.users] = _Habit(outlives=False)
             if gradient is None or gradient.is_inference():  # which has no version counter, and is kept as it is
@@ -98,7 +99,7 @@ class Gradients:
                     continue
                 self._outlived(live, gradient, mark, None if question is None else question.zeroed)
             more = mark is not None and mark.cut == self._cuts and mark.version == now
-            setattr(gradient, _MARK, _Mark(now, mark.users | user if mark and more else user, self._cuts))
+            self._marks.put(gradient, _Mark(now, mark.users | user if mark and more else user, self._cuts))
 
     def of_cut(self, apart: Collection[str]) -> dict[str, Any]:
         """What of the present gradients a restore must put back, by name of the parameter, for `put_back`.
@@ -110,12 +111,12 @@ class Gradients:
         self._questions.clear()
         self._left_out.clear()
         found: dict[str, Any] = {}
-        unknown: list[tuple[LiveState, torch.Tensor]] = []
+        unknown: list[tuple[LiveState, torch.Tensor, frozenset[str]]] = []
         for live in self._trained():
             gradient = live.parameter.grad
             if gradient is None or live.fqn in apart:
                 continue
-            mark: _Mark | None = vars(gradient).get(_MARK)
+            mark = self._marks.get(gradient)
             if mark is None or mark.version != version(gradient):
                 found[live.fqn] = {"users": [], "gradient": _content(gradient)}
                 continue
@@ -123,15 +124,15 @@ class Gradients:
             if habit is None or (habit.outlives and habit.zeroed is None):
                 self._ask(live, mark.users)
             if habit is None or (habit.outlives and habit.zeroed is None and not self._may_be_used(live)):
-                unknown.append((live, gradient))
+                unknown.append((live, gradient, mark.users))
             elif habit.outlives and (habit.zeroed or self._may_be_used(live)):
                 found[live.fqn] = {"users": sorted(mark.users), "gradient": _zeros(gradient) if habit.zeroed else _content(gradient)}
             else:
                 self._left_out.add(live.fqn)
-        if self._any_outlives or sum(_bytes(gradient) for _, gradient in unknown) <= UNKNOWN_BYTES_MAX:
-            found |= {live.fqn: {"users": sorted(vars(g)[_MARK].users), "gradient": _content(g)} for live, g in unknown}
+        if self._any_outlives or sum(_bytes(gradient) for _, gradient, _ in unknown) <= UNKNOWN_BYTES_MAX:
+            found |= {live.fqn: {"users": sorted(users), "gradient": _content(g)} for live, g, users in unknown}
         else:
-            self._left_out.update(live.fqn for live, _ in unknown)
+            self._left_out.update(live.fqn for live, _, _ in unknown)
         return found
 
     def put_back(self, gradients: Mapping[str, Any]) -> None:
@@ -146,9 +147,15 @@ class Gradients:
             gradient = live.parameter.grad = None if saved is None else _made(live.parameter.detach(), saved["gradient"])
             if gradient is not None and saved is not None and saved["users"]:
                 users = frozenset(saved["users"])
-                setattr(gradient, _MARK, _Mark(version(gradient), users, self._cuts))
+                self._marks.put(gradient, _Mark(version(gradient), users, self._cuts))
                 self._ask(live, users)
         self._cuts += 1
+
+    def waiting(self) -> bool:
+        """Whether a gradient is there that no optimizer has used yet."""
+        gradients = [live.parameter.grad for states in self._inventory.by_optimizer.values() for live in states]
+        marks = ((gradient, self._marks.get(gradient)) for gradient in gradients if gradient is not None)
+        return any(mark is None or mark.version != version(gradient) for gradient, mark in marks)
 
     def look_away(self) -> None:
         """A step is not looked at: what it does to the gradients of the last cut will not be known."""
@@ -188,7 +195,7 @@ class Gradients:
             self._habits[key] = _Habit(outlives=False)
             del self._questions[live.fqn]
             return
-        mark: _Mark | None = vars(gradient).get(_MARK)
+        mark = self._marks.get(gradient)
         zeroed = (mark is None or mark.version != version(gradient)) and _is_zero(gradient)
         self._questions[live.fqn] = question._replace(zeroed=zeroed)
         if mark is None or torch.is_grad_enabled():  # the sum will be another tensor, which does not mean that this one is dropped
@@ -220,17 +227,6 @@ class Gradients:
                 "%s: cuts of the steps before lack it, later ones have it; zero_grad() belongs into every iteration that begins a new sum",
                 what,
             )
-
-
-def waiting(states: Iterable[LiveState]) -> bool:
-    """Whether a gradient is there that no optimizer has used yet."""
-    for live in states:
-        gradient = live.parameter.grad
-        if gradient is not None:
-            mark: _Mark | None = vars(gradient).get(_MARK)
-            if mark is None or mark.version != version(gradient):
-                return True
-    return False
 
 
 def _bytes(gradient: torch.Tensor) -> int:

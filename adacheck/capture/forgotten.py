@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from adacheck.capture import accumulated
+from adacheck.capture.accumulated import Gradients
 from adacheck.capture.inventory import Inventory
 from adacheck.capture.placement import Placement
 from adacheck.capture.step_hooks import untraced
@@ -38,8 +38,8 @@ _NOT_SEARCHED = (type, ModuleType, torch.Tensor, torch.nn.Module, Optimizer)
 class Forgotten:
     """Looks on while a script trains its first steps, from `begin` to `end`."""
 
-    def __init__(self, inventory: Inventory, extra: Mapping[str, object]) -> None:
-        self._inventory, self._extra = inventory, extra
+    def __init__(self, inventory: Inventory, gradients: Gradients, extra: Mapping[str, object]) -> None:
+        self._inventory, self._gradients, self._extra = inventory, gradients, extra
         self._placement = Placement()
         self._fired = False  # an attached optimizer stepped since the last call
         self._scaler: object | None = None
@@ -79,7 +79,7 @@ class Forgotten:
 
     def _backward_was_run(self) -> bool:
         """Whether there may have been a backward pass since the last step: a scaler that skips its first steps leaves no trace of it."""
-        if any(accumulated.waiting(states) for states in self._inventory.by_optimizer.values()):
+        if self._gradients.waiting():
             return True
         return any(isinstance(found, torch.amp.GradScaler) for found in gc.get_referrers(torch.amp.GradScaler, torch.cuda.amp.GradScaler))
 
