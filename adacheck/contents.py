@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from adacheck.capture import opaque
-from adacheck.flat_keys import FlatKeys
+from adacheck.capture import extra_state, opaque
+from adacheck.flat_keys import FlatKeys, extra_states
 from adacheck.full_reader import Rows
 from adacheck.install import OPTIMIZER
 from adacheck.manifests.record import StateSpec, TensorSpec
@@ -44,10 +44,10 @@ class Parts(Protocol):
 
 
 class Contents:
-    """What one source has of a cut. Reads the records of it, and the hyperparameters.
+    """What one source has of a cut. Reads the records of it, the hyperparameters, and modules' extra state.
 
     Raises:
-        DamagedCut, BackendError: the hyperparameters cannot be read.
+        DamagedCut, BackendError: these cannot be read.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -60,15 +60,16 @@ class Contents:
                 continue  # an empty chunk has the offsets of a real one
             self._chunks.setdefault(key, []).append(spec)
             self._places[key, spec.offsets] = (number, name)
-        self._hyperparameters = _flattened(self._keys.hyperparameters(parts.opaque(OPTIMIZER)))
+        states = parts.opaque(extra_state.STATE) | parts.opaque(extra_state.SHARED)
+        self._values = flattened(self._keys.hyperparameters(parts.opaque(OPTIMIZER)) | extra_states(states))
         scalars = {number: opaque.decode(spec.scalars) for number, spec in parts.specs.items() if spec.scalars}
-        self._scalars = {number: _flattened(self._keys.scalars(number, values)) for number, values in scalars.items()}
+        self._scalars = {number: flattened(self._keys.scalars(number, values)) for number, values in scalars.items()}
         self._owner = {key: number for number, values in self._scalars.items() for key in values}
 
     def metadata(self) -> Metadata:
         """Every key, with dtype, global shape and chunks of the tensors."""
         found: dict[str, STORAGE_TYPES] = {key: _described(chunks) for key, chunks in self._chunks.items()}
-        for values in (self._hyperparameters, *self._scalars.values()):
+        for values in (self._values, *self._scalars.values()):
             for key, value in values.items():
                 found[key] = _described([tensor_spec(key, value)]) if isinstance(value, torch.Tensor) else BytesStorageMetadata()
         return Metadata(found, planner_data={key: (key,) for key in found})
@@ -88,10 +89,10 @@ class Contents:
             elif key in self._owner:
                 asked.setdefault(self._owner[key], []).append((at, item, None))
             else:
-                yield at, _part(self._hyperparameters[key], item, from_dimension=0)
+                yield at, _part(self._values[key], item, from_dimension=0)
         wanted = {number: [rows for _, _, rows in of_state if rows is not None] for number, of_state in asked.items()}
         for number, tensors, scalars in self._parts.read(wanted):
-            given, values = iter(tensors), _flattened(self._keys.scalars(number, scalars))
+            given, values = iter(tensors), flattened(self._keys.scalars(number, scalars))
             for at, item, rows in asked[number]:
                 if rows is None:
                     yield at, _part(values[item.storage_index.fqn], item, from_dimension=0)
@@ -99,7 +100,7 @@ class Contents:
                     yield at, _part(next(given), item, from_dimension=1)
 
 
-def _flattened(values: dict[str, Any]) -> dict[str, Any]:
+def flattened(values: dict[str, Any]) -> dict[str, Any]:
     """Values with the keys that DCP gives them where tensors are nested in them."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(values)

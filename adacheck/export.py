@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from adacheck.backends.base import Buffer
 from adacheck.backends.object_store import ObjectStore
-from adacheck.capture import opaque
+from adacheck.capture import extra_state, opaque
+from adacheck.contents import flattened
 from adacheck.digest import tensor_digest_of_bytes
 from adacheck.errors import ConfigError, DamagedCut, ExportFailed
 from adacheck.export_format import Format as Format
 from adacheck.export_optimizer import optimizer_state_dicts
 from adacheck.export_values import loadable, summary
-from adacheck.flat_keys import FlatKeys
+from adacheck.flat_keys import FlatKeys, extra_states
 from adacheck.full_checkpoint import CutId, StateSource, write_full
 from adacheck.full_reader import read_full
 from adacheck.opaque_object import opaque_object
@@ -59,13 +60,13 @@ class Export:
         return {key: self.cut.states[number].tensors[name] for key, number, name in self._keys().tensors()}
 
     def flat(self) -> dict[str, Any]:
-        """The whole state dict: tensors, also under the other names of tied ones, optimizer scalars, and hyperparameters."""
+        """The whole state dict: tensors, tied ones under all names, optimizer scalars, hyperparameters, modules' extra state."""
         keys, states = self._keys(), self.cut.states
         found: dict[str, Any] = self.tensors()
         found.update({key: states[number].tensors[name] for key, number, name in keys.tied()})
         for number, state in sorted(states.items()):
             found.update(keys.scalars(number, state.scalars))
-        return found | keys.hyperparameters(self.cut.opaque, self.names)
+        return found | keys.hyperparameters(self.cut.opaque, self.names) | extra_states(self.cut.opaque, self.names)
 
     def _keys(self) -> FlatKeys:
         return FlatKeys({number: state.spec for number, state in self.cut.states.items()})
@@ -86,6 +87,7 @@ def rename(cut: Cut, rules: Mapping[str, str]) -> tuple[Cut, dict[str, str]]:
         ConfigError: a rule fits no name of the cut, or two parameters would have one name.
     """
     names = [name for state in cut.states.values() for name in (state.spec.fqn, *state.spec.aliases)]
+    names += extra_state.by_key(cut.opaque)
     changed: dict[str, str] = {}
     for old, new in rules.items():
         fitting = [name for name in names if name == old or (old.endswith(".") and name.startswith(old))]
@@ -177,7 +179,7 @@ def _source(state: State, progress: Progress) -> StateSource:
 
 
 def _write_dcp(export: Export, directory: Path, progress: Progress) -> None:
-    flat = export.flat()
+    flat = flattened(export.flat())
     read = {key: torch.empty_like(value) if isinstance(value, torch.Tensor) else None for key, value in flat.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which `no_dist` says already
@@ -199,7 +201,7 @@ def _write_torch(export: Export, directory: Path, progress: Progress) -> None:
         file.flush()
         os.fsync(file.fileno())
     progress(export.size_bytes)
-    read = torch.load(path, mmap=True, weights_only=True)  # our own file, of a moment ago
+    read = torch.load(path, mmap=True, weights_only=False)  # our own file, of a moment ago; `io.BytesIO` needs it
     _compare_flat(flat, {f"{part}.{key}": value for part in parts for key, value in read[part].items()}, progress)
 
 
@@ -212,7 +214,7 @@ def _compare_flat(wanted: Mapping[str, Any], read: Mapping[str, Any], progress: 
     for key, value in wanted.items():
         if isinstance(value, torch.Tensor):
             _compare(key, value, read[key], progress)
-        elif repr(value) != repr(read[key]):
+        elif opaque.encode(key, value) != opaque.encode(key, read[key]):
             raise DamagedCut(f"{key} was written as {read[key]!r}, it is {value!r} in the cut; try again")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import io
 import math
 from typing import Any
 
@@ -22,6 +23,8 @@ def summary(value: Any) -> Any:
         return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), "blake3": digest(content).hex()}
     if isinstance(value, numpy.ndarray):
         return {"array": str(value.dtype), "shape": list(value.shape), "blake3": digest(value.tobytes()).hex()}
+    if isinstance(value, io.BytesIO):
+        return summary(value.getvalue())
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": len(value), "blake3": digest(value).hex()}
     if isinstance(value, dict):
@@ -53,6 +56,8 @@ def loadable(value: Any) -> Any:
         return value
     if isinstance(value, tuple):
         return tuple(loadable(item) for item in value)
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
     if isinstance(value, (set, frozenset)):
         return {loadable(item) for item in value}
     return bytes(value) if isinstance(value, bytearray) else value

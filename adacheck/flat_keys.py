@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from adacheck.capture import opaque
+from adacheck.capture import extra_state, opaque
 from adacheck.install import OPTIMIZER
 from adacheck.manifests.record import StateSpec
 from adacheck.tiling import several_optimizers, tensor_key
@@ -49,3 +49,9 @@ class FlatKeys:
                     prefix = f"optim.{owner}param_groups.{new.get(fqn, fqn)}"
                     found.update({f"{prefix}.{name}": value for name, value in group["values"].items()})
         return found
+
+
+def extra_states(items: Mapping[str, bytes], renamed: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What modules keep besides tensors by key, from a cut's opaque items; `renamed` gives `<module>._extra_state` other names."""
+    new = renamed or {}
+    return {f"model.{new.get(key, key)}": value for key, value in extra_state.by_key(items).items()}

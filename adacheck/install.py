@@ -52,14 +52,14 @@ def opaque_items(
     gradients: Mapping[str, Any] | None = None,
     unattached: Mapping[str, str] | None = None,
 ) -> list[tuple[str, bytes]]:
-    """RNG, hyperparameters and `extra` as they are now, encoded; gradients that are still to be used, and what a cut does not hold.
+    """RNG, hyperparameters, modules' extra state and `extra` as they are now; gradients still to be used; what a cut does not hold.
 
     Args:
         gradients: what `Gradients.of_cut` gives.
         unattached: parameters that an optimizer steps which is not attached, with its class.
 
     Raises:
-        UnsupportedTensor: an item of `extra` cannot be stored without loss; names where it sits.
+        UnsupportedTensor: an item of `extra` or a module's extra state cannot be stored without loss; names where it sits.
     """
     items = [(RNG, opaque.encode(RNG, rng_state()))]
     for name, optimizer in inventory.optimizers.items():
@@ -69,6 +69,7 @@ def opaque_items(
     items += [(GRADIENT + fqn, opaque.encode(GRADIENT + fqn, gradient)) for fqn, gradient in (gradients or {}).items()]
     if unattached:
         items.append((UNATTACHED, opaque.encode(UNATTACHED, dict(unattached))))
+    items += inventory.extra_states.items()
     items += [(EXTRA + name, opaque.encode(EXTRA + name, item.state_dict())) for name, item in extra.items()]
     return items
 
@@ -97,7 +98,8 @@ def install(cut: Cut, inventory: Inventory, extra: Mapping[str, Stateful], gradi
     inventory.numbers = {state.spec.fqn: number for number, state in cut.states.items()}
     inventory.refresh()
     decoded = {name: opaque.decode(content) for name, content in cut.opaque.items()}
-    problems = [*_state_problems(cut, inventory, decoded), *_group_problems(decoded, inventory), *_extra_problems(decoded, extra)]
+    problems = [*_state_problems(cut, inventory, decoded), *inventory.extra_states.problems(decoded)]
+    problems += [*_group_problems(decoded, inventory), *_extra_problems(decoded, extra)]
     if problems:
         listed = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
         raise StateMismatch(f"the script does not match the cut at step {cut.step} from {cut.source}:\n  {listed}\n{_WAYS_OUT}")
@@ -107,6 +109,7 @@ def install(cut: Cut, inventory: Inventory, extra: Mapping[str, Stateful], gradi
     with torch.no_grad():
         _write_states(cut, inventory)
         gradients.put_back({name.removeprefix(GRADIENT): value for name, value in decoded.items() if name.startswith(GRADIENT)})
+    inventory.extra_states.put_back(decoded)
     for name, item in extra.items():
         item.load_state_dict(decoded[EXTRA + name])
     install_rng(decoded[RNG])

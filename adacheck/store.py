@@ -12,6 +12,7 @@ from adacheck.backends.registry import open_backend
 from adacheck.backends.retry import Retry
 from adacheck.backends.wrappers import Limited, Retrying
 from adacheck.capture.inventory import Models, Optimizers, take_inventory
+from adacheck.capture.unheld import unheld
 from adacheck.checkpointer import Checkpointer
 from adacheck.config import StoreConfig, parse
 from adacheck.errors import ConfigError
@@ -69,7 +70,11 @@ class Store:
         if self.config.aside:
             raise ConfigError(f"aside={self.config.aside} is a log that was set aside: it can be looked at and exported, not trained on")
         self.objects.check_writable()
-        return Checkpointer(self, take_inventory(model, optimizer), extra or {})
+        inventory = take_inventory(model, optimizer)
+        ckpt = Checkpointer(self, inventory, extra or {})
+        if (line := unheld(inventory)) is not None:
+            _log.warning("%s", line)
+        return ckpt
 
     def steps(self) -> list[RestorePoint]:
         """Every cut that can be restored now, oldest first; looks at records only, and works beside a running trainer.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
+import io
 import math
 import random
 import struct
@@ -33,6 +34,8 @@ def same(left: Any, right: Any) -> bool:
         return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*bits)
     if isinstance(left, (numpy.ndarray, numpy.generic)):
         return bool(left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes())
+    if isinstance(left, io.BytesIO):
+        return bool(left.getvalue() == right.getvalue() and left.tell() == right.tell())
     if isinstance(left, float):
         return struct.pack("<d", left) == struct.pack("<d", right)
     if isinstance(left, complex):
@@ -46,6 +49,13 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, (set, frozenset)):  # NaN in a set is not equal to itself
         return encode("left", left) == encode("right", right)
     return bool(left == right)
+
+
+def placed(content: bytes, at: int) -> io.BytesIO:
+    """A buffer that was read up to somewhere."""
+    buffer = io.BytesIO(content)
+    buffer.seek(at)
+    return buffer
 
 
 bits = st.integers(0, 2**64 - 1).map(lambda word: struct.unpack("<d", struct.pack("<Q", word))[0])
@@ -62,6 +72,7 @@ leaves = st.one_of(
     st.sets(st.one_of(scalars, st.tuples(scalars))),
     st.frozensets(st.integers()),
     st.binary().map(bytearray),
+    st.tuples(st.binary(), st.integers(0, 9)).map(lambda made: placed(*made)),
 )
 values = st.recursive(
     leaves,

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from adacheck.capture import opaque
+from adacheck.capture.extra_state import ExtraStates
+from adacheck.capture.plain_names import plain_name
 from adacheck.errors import ConfigError, UnsupportedTensor
 from adacheck.manifests.record import StateSpec
 from adacheck.states import local_tensor, refuse_unstorable, tensor_spec
 
 Models = torch.nn.Module | Iterable[torch.nn.Module] | Mapping[str, torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 @dataclass(eq=False)
@@ -89,6 +90,7 @@ class Inventory:
         given: each optimizer's hyperparameters as the script had set them when it attached, encoded, by group.
         unowned: parameters that get or have gradients and are in no attached optimizer.
         has_masters: an optimizer steps parameters of no model, which may be copies of others in another precision.
+        extra_states: what modules keep besides tensors.
     """
 
     models: dict[str, torch.nn.Module]
@@ -100,10 +102,11 @@ class Inventory:
     given: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     unowned: list[LiveState] = field(default_factory=list)
     has_masters: bool = False
+    extra_states: ExtraStates = field(default_factory=ExtraStates)
 
     def refresh(self) -> None:
         """Look again: names of all parameters, buffers, and what the optimizers hold besides (cheap; called at every step)."""
-        names = _Names(self.numbers)
+        names, self.extra_states = _Names(self.numbers), ExtraStates()
         for prefix, model in self.models.items():
             self._collect(prefix, model, names)
         of_models = len(names.found)
@@ -133,7 +136,7 @@ class Inventory:
     def empty_slots(self) -> dict[str, tuple[torch.nn.Module, str]]:
         """Names under which a module has registered a buffer and not made it yet (it is `None`), with where it belongs."""
         return {
-            prefix + _plain(f"{path}.{name}" if path else name): (module, name)
+            prefix + plain_name(f"{path}.{name}" if path else name): (module, name)
             for prefix, model in self.models.items()
             for path, module in model.named_modules(remove_duplicate=False)
             for name, buffer in module._buffers.items()
@@ -146,7 +149,7 @@ class Inventory:
         Args:
             written: the states that were seen to be written; those of optimizers are taken to be.
         """
-        spans = sorted((*_span(live.current()), live.optimizer is not None or n in written, n) for n, live in self.states.items())
+        spans = sorted((*span_of(live.current()), live.optimizer is not None or n in written, n) for n, live in self.states.items())
         found: set[int] = set()
         end, trained, last = 0, False, -1
         for start, stop, steps, number in spans:
@@ -164,6 +167,7 @@ class Inventory:
         modules = dict(model.named_modules(remove_duplicate=False))
         parameters = list(model.named_parameters(remove_duplicate=False))
         buffers = list(model.named_buffers(remove_duplicate=False))
+        self.extra_states.look(prefix, modules)
         names.raw = {name for name, _ in (*parameters, *buffers)}
         for raw_name, parameter in parameters:
             names.add(prefix, raw_name, "parameter", parameter, None)
@@ -200,7 +204,7 @@ class _Names:
     def add(self, prefix: str, raw_name: str, kind: str, tensor: torch.Tensor, owner: tuple[torch.nn.Module, str] | None) -> LiveState:
         """Note a tensor under its plain name; where that belongs to another one, `module.` was no wrapper, and it keeps the raw one."""
         known = self.found.get(id(tensor))
-        plain = _plain(raw_name)
+        plain = plain_name(raw_name)
         fqn = prefix + (raw_name if plain != raw_name and plain in self.raw else plain)
         if self.taken.get(fqn, known) is not known:
             fqn = prefix + raw_name
@@ -220,7 +224,7 @@ class _Names:
         return live
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses that a tensor's elements lie between; strides and gaps count as used."""
     local = getattr(tensor, "_local_tensor", tensor)
     if local.numel() == 0:
@@ -263,12 +267,6 @@ def take_inventory(model: Models, optimizer: Optimizers) -> Inventory:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
         inventory.given[name] = tuple(opaque.encode(f"optimizer {name!r}", group) for group in groups)
     return inventory
-
-
-def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(f".{wrapper}", ".").removeprefix(wrapper)
-    return name
 
 
 def _bytes(tensor: torch.Tensor) -> int:

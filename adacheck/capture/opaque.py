@@ -7,6 +7,7 @@ Plain values are plain msgpack; what msgpack has no form for (tuples, tensors, l
 from __future__ import annotations
 
 import collections
+import io
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -49,12 +50,13 @@ class _Code(IntEnum):
     DTYPE = 13
     DEVICE = 14
     BYTEARRAY = 15
+    BYTES_IO = 16
 
 
 def encode(name: str, value: object) -> bytes:
     """The bytes of one opaque item; equal values give equal bytes on every rank (dicts in their order, sets sorted).
 
-    Kept: None, bool, int of any size, float and complex to the bit, str, bytes, bytearray, list, tuple, set, frozenset, dict,
+    Kept: None, bool, int of any size, float and complex to the bit, str, bytes, bytearray, BytesIO, list, tuple, set, frozenset, dict,
     OrderedDict, deque, defaultdict of a built-in type, dense tensors (a Parameter as a Tensor), numpy arrays and scalars,
     torch.Size, dtype and device. Not kept: the device and strides of a tensor, and which objects are the same object.
 
@@ -106,7 +108,7 @@ def _plain(value: Any, path: str, depth: int) -> Any:
         return _extension(_Code.NUMPY_SCALAR, [value.dtype.str, value.tobytes()], path)
     raise UnsupportedTensor(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored without loss; "
-        "let state_dict() return numbers, strings, bytes, tensors, arrays and containers of them"
+        "let state_dict() (or get_extra_state()) return numbers, strings, bytes, tensors, arrays and containers of them"
     )
 
 
@@ -179,6 +181,7 @@ def _array(value: Any, path: str, depth: int) -> msgpack.ExtType:
 _WRITERS: dict[type, Callable[[Any, str, int], msgpack.ExtType]] = {
     complex: lambda value, path, depth: msgpack.ExtType(_Code.COMPLEX, struct.pack("<dd", value.real, value.imag)),
     bytearray: lambda value, path, depth: msgpack.ExtType(_Code.BYTEARRAY, bytes(value)),
+    io.BytesIO: lambda value, path, depth: _extension(_Code.BYTES_IO, [value.getvalue(), value.tell()], path),
     tuple: _items(_Code.TUPLE),
     set: _set(_Code.SET),
     frozenset: _set(_Code.FROZENSET),
@@ -271,6 +274,13 @@ def _read_numpy_scalar(payload: bytes, depth: int) -> Any:
     return (numpy.frombuffer(content, dtype) if dtype.itemsize else numpy.empty(1, dtype)).reshape(())[()]
 
 
+def _read_bytes_io(payload: bytes, depth: int) -> io.BytesIO:
+    content, at = _unpack(payload, depth)
+    buffer = io.BytesIO(content)
+    buffer.seek(at)
+    return buffer
+
+
 def _read_size(payload: bytes, depth: int) -> torch.Size:
     return torch.Size(_list(_unpack(payload, depth)))
 
@@ -283,6 +293,7 @@ _READERS: dict[_Code, Callable[[bytes, int], Any]] = {
     _Code.INTEGER: lambda payload, depth: int.from_bytes(payload, "little", signed=True),
     _Code.COMPLEX: _read_complex,
     _Code.BYTEARRAY: lambda payload, depth: bytearray(payload),
+    _Code.BYTES_IO: _read_bytes_io,
     _Code.TUPLE: _read_items(tuple),
     _Code.SET: _read_set(set),
     _Code.FROZENSET: _read_set(frozenset),
