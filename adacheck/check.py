@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from adacheck.backends.base import Backend
-from adacheck.backends.errors import Damaged, Denied
+from adacheck.backends.errors import Damaged, Denied, NotFound
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.os_errors import translated
 from adacheck.check_advice import BY_NEWEST_CUT, advised, no_full, overlooked_full, unlisted
@@ -25,9 +25,11 @@ from adacheck.config import StoreConfig
 from adacheck.errors import AdacheckError, NoCut
 from adacheck.finding import Finding, Kind, Severity, Tier, note
 from adacheck.keeper.cut import NO_LIMIT, ForkEntry
+from adacheck.lineage import is_other, who
 from adacheck.manifests import keys
+from adacheck.manifests.encoding import decode
 from adacheck.manifests.errors import FormatError
-from adacheck.manifests.record import Full
+from adacheck.manifests.record import Full, Incarnation
 from adacheck.nvme_directory import no_aside, nvme_path, set_aside
 from adacheck.set_aside import look_aside
 from adacheck.sources import Sources, gather, moment_of, set_aside_by
@@ -37,6 +39,10 @@ STALE_S = 3600.0
 """An upload untouched for so long belongs to a process that was killed."""
 
 _COPY = Consequence("every cut of this NVMe copy", BY_NEWEST_CUT)
+_OTHER_HISTORY = Consequence(
+    "nothing of this run: its object tier and the one that this log belongs to are copies that went on apart",
+    "give this one another nvme=DIR; it begins there from its own newest full checkpoint",
+)
 _NO_CUT = Consequence("everything", "put damaged objects back from a copy of the store; what is named above says which")
 
 
@@ -49,6 +55,7 @@ class Check:
         now_unix_s: to tell old uploads from those under way.
 
     Attributes:
+        other_history: whether the copy on NVMe belongs to another copy of this object tier.
         run, newest: known once all findings were taken; so are `top`, `copy` and `manifests`, all that was readable.
         objects, read_bytes: how much was looked at.
     """
@@ -66,6 +73,7 @@ class Check:
         self._now_unix_s = time.time() if now_unix_s is None else now_unix_s
         self._bad: set[str] = set()
         self._unseen: Denied | None = None
+        self.other_history = False
         self.run: str | None = None
         self.newest: NewestCut | None = None
         self.top, self.copy = TopRecords(), CopyRecords()
@@ -97,6 +105,8 @@ class Check:
             nvme, found = (self._nvme, []) if self._nvme is not None else self._nvme_seen(top.run)
             if nvme is not None and self._nvme is None:
                 stack.enter_context(nvme)
+            if nvme is not None and (other := self._of_other_history(nvme, top)) is not None:
+                nvme, found = None, [other]
             copy, copy_found = self._copy_records(nvme, top)
             top, top_found = self._complete(look, top, copy)
             self.top, self.copy = top, copy
@@ -182,6 +192,19 @@ class Check:
             kind = Kind.ZERO_LENGTH if file.stat().st_size == 0 else Kind.TRUNCATED if cut else Kind.UNREADABLE
             return None, [self._file_finding(kind, file, expected, str(error), _COPY)]
 
+    def _of_other_history(self, nvme: Backend, top: TopRecords) -> Finding | None:
+        """What a start refuses: a copy that belongs to another copy of this object tier. Nothing in it is looked at, or repaired."""
+        try:
+            fence = decode(nvme.get(keys.FENCE), Incarnation)
+        except (NotFound, FormatError, Damaged):
+            return None  # it is said when the copy is checked
+        taken = top.incarnations.get(fence.incarnation)
+        self.other_history = taken is not None and fence.run == top.run and is_other(fence, taken)
+        if taken is None or not self.other_history:
+            return None
+        path = Path(nvme.name.removeprefix("lmdb:"))
+        return self._file_finding(Kind.SPLICED, path, f"a log last taken by {who(taken)}", f"one of {who(fence)}", _OTHER_HISTORY)
+
     @staticmethod
     def _file_finding(kind: Kind, name: Path, expected: str, found: str, consequence: Consequence) -> Finding:
         return Finding(Severity.DAMAGE, kind, Tier.NVME, str(name), expected, found, consequence.lost, consequence.remedy)
@@ -194,7 +217,7 @@ class Check:
         try:
             with moment_of(nvme) as moment:
                 look = self._look(moment)
-                return check_records(look, top.run, forks, top.incarnations), self._taken(look)
+                return check_records(look, top.run, forks), self._taken(look)
         except Damaged as error:
             return CopyRecords(), [self._unreadable(nvme, error)]
 

@@ -6,7 +6,7 @@ replaced meanwhile is not held against it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from adacheck.check_advice import BY_NEWEST_CUT
@@ -65,8 +65,8 @@ class CopyRecords:
             yield key, base.step, base.segments
 
 
-def check_records(look: Look, run: str, forks: Collection[ForkEntry], known: Mapping[int, Incarnation]) -> CopyRecords:
-    """Check every record of a copy; `look.backend` is a view of one moment. `known`: incarnations of the object tier."""
+def check_records(look: Look, run: str, forks: Collection[ForkEntry]) -> CopyRecords:
+    """Check every record of a copy; `look.backend` is a view of one moment."""
     listed = list(look.backend.list(""))
     found = CopyRecords([name for name in listed if keys.parse_quarantined(name) is None], note_set_aside(look, listed))
     look.excuse(found.aside)
@@ -77,7 +77,7 @@ def check_records(look: Look, run: str, forks: Collection[ForkEntry], known: Map
         return _foreign(chain, run, "a head record") or _wrong_chain(chain)
 
     found.chain = look.record(keys.CHAIN, look.get(keys.CHAIN), Chain, misplaced, _COPY)
-    _check_fence(look, found, run, known)
+    _check_fence(look, found, run)
     if found.chain is not None:
         _check_bases(look, found, found.chain)
         _check_staged(look, found, found.chain)
@@ -97,12 +97,9 @@ def _wrong_chain(chain: Chain) -> Problem | None:
     return None
 
 
-def _check_fence(look: Look, found: CopyRecords, run: str, known: Mapping[int, Incarnation]) -> None:
+def _check_fence(look: Look, found: CopyRecords, run: str) -> None:
     def misplaced(fence: Incarnation) -> Problem | None:
         wrong = _foreign(fence, run, "a fence")
-        taken = known.get(fence.incarnation, fence)
-        if wrong is None and taken != fence:
-            wrong = Problem(Fault.SWAPPED, 0, f"incarnation {fence.incarnation} of pid {taken.pid} on {taken.host}", f"pid {fence.pid}")
         if wrong is None and found.chain is not None and fence.incarnation < found.chain.incarnation:
             wrong = Problem(Fault.SWAPPED, 0, f"incarnation {found.chain.incarnation} or later", f"incarnation {fence.incarnation}")
         return wrong

@@ -26,13 +26,17 @@ _RUN = Consequence(
     "put the object back from a copy of the object tier",
 )
 _INCARNATIONS_MAX = 1_000_000
-_INCARNATION = Consequence("nothing by itself; who wrote what is harder to tell", "put the object back from a copy of the object tier")
+_INCARNATION = Consequence(
+    "no cut; if it is missing, a start refuses the log that this incarnation took last", "run --repair, or put the object back from a copy"
+)
+_AHEAD = Consequence(
+    "a start, which refuses the log: it was written under an incarnation that this object tier does not know",
+    "if this object tier was put back from an older copy, --repair makes it know what the log says, and a start goes on from the log; if "
+    "it is a copy of one whose own run trains with this NVMe directory, give it another nvme=DIR",
+)
 _FORK = Consequence(
     "every restore while it is damaged; if it is missing, steps that a later incarnation left behind count as live",
     "put the object back from a copy of the object tier before anything is restored",
-)
-_FENCE = Consequence(
-    "a start of the run, which stops where a later one has taken the copy", "run --repair: it writes the newest incarnation there"
 )
 _VERSION = Consequence(
     "its list of full checkpoints; a restore uses the newest version that can be read",
@@ -191,14 +195,15 @@ def check_complete(look: Look, found: TopRecords, elsewhere: Collection[int], fe
     newest = max([0, *wrote, *forked, *taken, *elsewhere])
     if fence > newest:
         expected, what = f"an incarnation up to {newest}, the newest that was taken", f"incarnation {fence}"
-        look.findings.append(Finding(Severity.DAMAGE, Kind.SWAPPED, Tier.NVME, keys.FENCE, expected, what, _FENCE.lost, _FENCE.remedy))
+        look.findings.append(Finding(Severity.DAMAGE, Kind.SWAPPED, Tier.NVME, keys.FENCE, expected, what, _AHEAD.lost, _AHEAD.remedy))
     if newest > _INCARNATIONS_MAX:
         expected = f"incarnations up to {_INCARNATIONS_MAX}, more than any run has"
         look.add(Kind.MALFORMED, keys.INCARNATIONS_PREFIX, expected, f"a record of incarnation {newest}", _INCARNATION)
         return
     for number in set(range(1, newest + 1)) - taken:
         expected = f"incarnation {number}; objects of it or of a later one exist"
-        look.add(Kind.MISSING, keys.incarnation(number), expected, "no object", _INCARNATION)
+        ahead = number > max([0, *wrote, *forked, *taken])
+        look.add(Kind.MISSING, keys.incarnation(number), expected, "no object", _AHEAD if ahead else _INCARNATION)
     started = wrote | set(elsewhere) | set(range(1, max(forked, default=0)))
     for number in sorted(started - forked - {0}):
         look.add(Kind.MISSING, keys.fork(number), f"the cut that incarnation {number} started from", "no object", _FORK)

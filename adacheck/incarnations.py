@@ -73,6 +73,29 @@ def take_incarnation(backend: Backend, run: str) -> Incarnation:
             return taken
 
 
+def read_incarnation(backend: Backend, run: str, number: int) -> Incarnation | None:
+    """Who took a number; `None` if nobody did.
+
+    Raises:
+        DamagedCut: the record cannot be read, or is another's.
+    """
+    key = keys.incarnation(number)
+    found = _read(backend, key, Incarnation)
+    if found is not None and (found.run, found.incarnation) != (run, number):
+        raise DamagedCut(f"{key} of {backend.name} holds incarnation {found.incarnation} of run {found.run}; restore this object")
+    return found
+
+
+def made_anew(run: str, number: int) -> Incarnation:
+    """What a repair puts where nobody remembers who took a number, so that it stays taken."""
+    return Incarnation(run, number, 0.0, "unknown", 0)
+
+
+def is_made_anew(incarnation: Incarnation) -> bool:
+    """Whether a repair made this record."""
+    return incarnation == made_anew(incarnation.run, incarnation.incarnation)
+
+
 def check_newest(backend: Backend, incarnation: int) -> None:
     """Check that no later incarnation has begun, from a fresh listing.
 

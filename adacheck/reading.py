@@ -15,6 +15,7 @@ from adacheck.backends.retry import Retry
 from adacheck.backends.wrappers import Retrying
 from adacheck.config import NvmeMissing, StoreConfig, parse
 from adacheck.incarnations import read_run
+from adacheck.lineage import check_lineage
 from adacheck.nvme_directory import check_nvme_run, no_aside, nvme_path, trained_here
 from adacheck.sources import Sources, gather
 
@@ -62,7 +63,7 @@ def open_sources(config: StoreConfig, objects: Backend) -> Iterator[Sources | No
     A copy that cannot be read at all, or not by this user, is in `rejected`, and offers nothing.
 
     Raises:
-        ForeignRun: the NVMe directory belongs to another run.
+        ForeignRun: the NVMe directory belongs to another run, or to another copy of its object tier.
         DamagedCut: the run's identity or its fork table cannot be read.
         NoCut, Damaged, Denied: the copy that was set aside, and is asked for, is not there or cannot be read.
     """
@@ -74,7 +75,10 @@ def open_sources(config: StoreConfig, objects: Backend) -> Iterator[Sources | No
     with ExitStack() as stack:
         try:
             check_nvme_run(config, found.run)
-            sources = gather(found.run, objects, stack.enter_context(_nvme_moment(config, found.run)), aside=bool(config.aside))
+            nvme = stack.enter_context(_nvme_moment(config, found.run))
+            if nvme is not None:
+                check_lineage(config, objects, nvme)
+            sources = gather(found.run, objects, nvme, aside=bool(config.aside))
         except (Damaged, Denied) as error:
             if config.aside:
                 raise  # the object tier has another lineage

@@ -131,7 +131,7 @@ def _open_nvme(config: StoreConfig, objects: Backend, stack: ExitStack) -> tuple
     first = Check(config, objects, Sample())
     found = [finding for finding in first.findings() if finding.kind in (Kind.UNREADABLE, Kind.MISSING, Kind.TRUNCATED, Kind.ZERO_LENGTH)]
     path = nvme_path(config, first.run or "")
-    if first.run is None or path is None or not path.parent.is_dir():
+    if first.run is None or path is None or not path.parent.is_dir() or first.other_history:
         return None, [], []
     file = path / DATA_FILE
     absent = not file.is_file()

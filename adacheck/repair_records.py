@@ -14,12 +14,13 @@ from adacheck.backends.base import Backend, Item
 from adacheck.check_nvme import CopyRecords
 from adacheck.digest import digest
 from adacheck.finding import Tier
+from adacheck.incarnations import made_anew
 from adacheck.keeper.cut import NO_CUT, void_fork
 from adacheck.keeper.stored import slot_key
 from adacheck.manifests import keys
 from adacheck.manifests.encoding import decode, encode
 from adacheck.manifests.errors import FormatError
-from adacheck.manifests.record import SEGMENT_BYTES_MAX, Base, Chain, Fork, Full, Incarnation, Increment, Linked, Run, Segment
+from adacheck.manifests.record import SEGMENT_BYTES_MAX, Base, Chain, Fork, Full, Increment, Linked, Run, Segment
 from adacheck.nvme_directory import CHAIN
 from adacheck.repair_case import Action, Case
 from adacheck.repair_tensors import tensor_range
@@ -37,8 +38,8 @@ def rebuild_identity(case: Case) -> None:
         made = Run(case.run, begun_unix_s, "adacheck-fsck --repair")
         case.put(Tier.OBJECT, key, encode(made), f"made anew: run {case.run}, as all other records say", keep=True)
     for key, name in case.damaged(Tier.OBJECT, K.INCARNATION):
-        made_of = Incarnation(case.run, name.incarnation, 0.0, "unknown", 0)
-        case.put(Tier.OBJECT, key, encode(made_of), "made anew, so that its number stays taken; host and pid are lost", keep=True)
+        unknown = made_anew(case.run, name.incarnation)
+        case.put(Tier.OBJECT, key, encode(unknown), "made anew, so that its number stays taken; host and pid are lost", keep=True)
 
 
 def rebuild_forks(case: Case) -> None:

@@ -27,6 +27,7 @@ from adacheck.keeper.progress import begin
 from adacheck.keeper.proof import begin_proof
 from adacheck.keeper.protocol import Copy, Kind, Refused, rebuilt
 from adacheck.keeper.shared import MEMORY, NVME, ChainState
+from adacheck.lineage import check_lineage
 from adacheck.manifests import chain as links
 from adacheck.manifests import keys
 from adacheck.manifests.encoding import decode, encode
@@ -67,13 +68,15 @@ def take(config: StoreConfig, objects: Backend) -> Start:
     """Lock the NVMe directory, take the next incarnation, fence the copy, and look at what there is.
 
     Raises:
-        ForeignRun: the NVMe directory and the object tier belong to different runs.
+        ForeignRun: the NVMe directory and the object tier belong to different runs, or to copies of one that went on apart.
         StoreBusy: another process has the NVMe directory open; it is not disturbed.
         BackendError: a tier cannot be reached or written.
     """
     run = _run_of(config, objects)
     nvme = _open_nvme(config, run)
     try:
+        if nvme is not None:
+            check_lineage(config, objects, nvme)
         incarnation = incarnations.take_incarnation(objects, run)
         if nvme is not None:
             _fence(nvme, incarnation)
@@ -118,14 +121,9 @@ def _fence(nvme: Backend, incarnation: Incarnation) -> None:
         before = None
     if before is not None:
         try:
-            holder = decode(before, Incarnation)
+            decode(before, Incarnation)
         except FormatError as error:
             _log.warning("the fence of %s cannot be read and is replaced: %s", nvme.name, error)
-        else:
-            if holder.incarnation >= incarnation.incarnation:
-                raise Superseded(
-                    f"{nvme.name} was taken by incarnation {holder.incarnation}; this one, {incarnation.incarnation}, must stop"
-                )
     if not isinstance(nvme.put_many([(keys.FENCE, encode(incarnation))], expect=Expect(keys.FENCE, before)), Created):
         raise Superseded(f"{nvme.name} was taken by another incarnation at the same moment; start again")
 

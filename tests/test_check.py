@@ -222,7 +222,7 @@ def test_what_the_nvme_copy_dropped_after_its_records_were_read_is_no_finding(ru
         for key in nvme.list(""):
             memory.put(key, nvme.get(key))
         look = Look(memory, Tier.NVME, Sample(1.0))
-        found = check_records(look, run, [], {})
+        found = check_records(look, run, [])
         assert look.findings == [] and len(found.increments) >= 3
         pruned, rolled = next(iter(found.increments)), next(iter(found.bases))
         for key in [*memory.list(pruned), *memory.list(rolled)]:

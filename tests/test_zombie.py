@@ -104,22 +104,6 @@ def test_the_fence_of_a_newer_incarnation_stops_every_transaction(fast: Path) ->
     zombie.abandon()
 
 
-def test_an_incarnation_that_is_older_than_the_fence_does_not_start(fast: Path) -> None:
-    """The object tier was put back from an old copy: its numbers begin again, and NVMe knows of a later one."""
-    for _ in range(3):
-        process = Process(fast)
-        process.ckpt.restore()
-        trained(process, 1)
-        process.abandon()
-    for number in (2, 3):
-        (fast / "objects" / "incarnations" / f"i{number:08d}.msgpack").unlink()
-        (fast / "objects" / "forks" / f"i{number:08d}.msgpack").unlink()
-    process = Process(fast)
-    with pytest.raises(Superseded, match="was taken by incarnation 3"):
-        process.ckpt.restore()
-    process.abandon()
-
-
 def test_a_second_opening_on_this_host_is_refused_and_harms_nothing(fast: Path) -> None:
     first = Process(fast)
     first.ckpt.restore()

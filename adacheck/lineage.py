@@ -1,0 +1,60 @@
+"""Whether a log on NVMe was written under the incarnations of this object tier.
+
+An object tier that was copied has the run of its original, so the run's name does not tell whose log a directory holds. The fence
+does: it is the record of the incarnation that took the copy last, and the object tier that this one was taken from holds the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+
+from adacheck.backends.base import Backend
+from adacheck.backends.errors import NotFound
+from adacheck.config import StoreConfig
+from adacheck.errors import DamagedCut, ForeignRun
+from adacheck.incarnations import is_made_anew, read_incarnation
+from adacheck.manifests import keys
+from adacheck.manifests.encoding import decode
+from adacheck.manifests.errors import FormatError
+from adacheck.manifests.record import Incarnation
+
+
+def check_lineage(config: StoreConfig, objects: Backend, nvme: Backend) -> Incarnation | None:
+    """The incarnation that took the copy last; `None` if its fence does not say. Writes nothing.
+
+    Raises:
+        ForeignRun: the object tier has another incarnation of that number, or none: says what to do in either case.
+    """
+    try:
+        fence = decode(nvme.get(keys.FENCE), Incarnation)
+    except (NotFound, FormatError):
+        return None
+    try:
+        taken = read_incarnation(objects, fence.run, fence.incarnation)
+    except DamagedCut:
+        return fence  # one flipped bit is no other history
+    if taken is None:
+        raise ForeignRun(
+            f"the log in {nvme.name} was last taken by {who(fence)}, of which {config.address} knows nothing. Either this is a copy of an "
+            "object tier whose own run trains with that directory: give the copy another nvme=DIR, where it begins from its own newest "
+            f"full checkpoint. Or this object tier was put back from an older copy: adacheck-fsck '{config.uri}' --repair makes it know "
+            "what the log says, and a start goes on from the log; another nvme=DIR leaves the log behind. Nothing was changed"
+        )
+    if is_other(fence, taken):
+        raise ForeignRun(
+            f"the log in {nvme.name} was last taken by {who(fence)}, but in {config.address} that is {who(taken)}: one is a copy of the "
+            "other, and they went on apart. Give this one another nvme=DIR, where it begins from its own newest full checkpoint. "
+            "Nothing was changed"
+        )
+    return fence
+
+
+def is_other(fence: Incarnation, taken: Incarnation | None) -> bool:
+    """Whether an object tier's record of an incarnation shows that a fence of that number is of another history."""
+    return taken is not None and taken != fence and not is_made_anew(taken)
+
+
+def who(incarnation: Incarnation) -> str:
+    """An incarnation for people."""
+    begun = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(incarnation.started_unix_s))
+    return f"incarnation {incarnation.incarnation} (started {begun} UTC on {incarnation.host}, pid {incarnation.pid})"
