@@ -27,10 +27,10 @@ from adacheck.finding import Finding, Kind, Severity, Tier, note
 from adacheck.keeper.cut import NO_LIMIT, ForkEntry
 from adacheck.lineage import is_other, who
 from adacheck.manifests import keys
-from adacheck.manifests.encoding import decode
 from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Full, Incarnation
 from adacheck.nvme_directory import no_aside, nvme_path, set_aside
+from adacheck.sense import read
 from adacheck.set_aside import look_aside
 from adacheck.sources import Sources, gather, moment_of, set_aside_by
 from adacheck.unlisted import overlooked
@@ -195,7 +195,7 @@ class Check:
     def _of_other_history(self, nvme: Backend, top: TopRecords) -> Finding | None:
         """What a start refuses: a copy that belongs to another copy of this object tier. Nothing in it is looked at, or repaired."""
         try:
-            fence = decode(nvme.get(keys.FENCE), Incarnation)
+            fence = read(nvme.get(keys.FENCE), Incarnation)
         except (NotFound, FormatError, Damaged):
             return None  # it is said when the copy is checked
         taken = top.incarnations.get(fence.incarnation)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import platform
+
 from adacheck.config import StoreConfig
+from adacheck.errors import DamagedCut
+from adacheck.incarnations import is_made_anew, read_incarnation
 from adacheck.keeper.cut import NO_LIMIT, fork_limit
+from adacheck.lineage import who
 from adacheck.manifests import keys
+from adacheck.manifests.record import Fork, Incarnation
 from adacheck.nvme_directory import nvme_path, set_aside
 from adacheck.recovery import Cut
 from adacheck.sources import Sources
 from adacheck.unlisted import unlisted_fulls
 
 
-def fallen_back(config: StoreConfig, sources: Sources, cut: Cut | None) -> str | None:
+def fallen_back(config: StoreConfig, sources: Sources, cut: Cut | None, before: Incarnation | None) -> str | None:
     """A line on the steps after the cut, where there were some, or may be elsewhere; `None` if it is the newest there was.
 
-    Call it before the copies are brought in, which removes what it looks at.
+    Call it before the copies are brought in, which removes what it looks at. `before`: who took the copy on NVMe last.
     """
     step = 0 if cut is None else cut.step
     restored = "no step, for the object tier has none" if cut is None else f"step {step} from {cut.source}"
@@ -24,14 +30,39 @@ def fallen_back(config: StoreConfig, sources: Sources, cut: Cut | None) -> str |
     if step < newest:
         lost = f"{newest - step} steps are" if newest - step > 1 else "1 step is"
         return f"restored {restored}, not step {newest}, the newest there was: {lost} lost, and this start goes on without; {mend}"
-    if sources.nvme is None or sources.scan is not None or all(fork.cut == NO_LIMIT for fork in sources.forks):
+    started = [fork for fork in sources.forks if fork.cut != NO_LIMIT]
+    if not started:
         return None
-    if _logged(sources):
+    if sources.scan is None and _logged(sources):
         return f"restored {restored}: the log on NVMe cannot be read, so steps after it are lost, and this start goes on without; {mend}"
-    path = nvme_path(config, sources.run)
-    why = "what was there was moved aside" if path is not None and set_aside(path) else "a new host, or it was deleted"
-    elsewhere = "steps after it are lost; if another host has them, start there"
-    return f"nothing on NVMe at {config.nvme} ({why}): restored {restored}; {elsewhere}"
+    last = max(started, key=lambda fork: fork.incarnation)
+    here = max(0 if before is None else before.incarnation, 0 if sources.scan is None else sources.scan.chain.incarnation)
+    return _elsewhere(config, sources, last, restored, empty=here == 0) if last.incarnation > here else None
+
+
+def _elsewhere(config: StoreConfig, sources: Sources, last: Fork, restored: str, *, empty: bool) -> str | None:
+    """The run trained last with another log than this one, or with what lay here; `None` if it had none. `empty`: nothing is here."""
+    trained, path = _known(sources, last.incarnation), nvme_path(config, sources.run)
+    if trained is not None and not trained.nvme:
+        return None
+    nothing = f"nothing on NVMe at {config.nvme}"
+    if empty and path is not None and set_aside(path):
+        return f"{nothing} (what was there was moved aside): restored {restored}; steps after it are lost"
+    if trained is not None and (trained.host, trained.nvme) == (platform.node(), config.nvme):
+        return f"{nothing} (it was deleted, or the disk is another one): restored {restored}; steps after it are lost"
+    whose = f"incarnation {last.incarnation}, of which no more is known," if trained is None else who(trained)
+    where = "" if trained is None else f" in {trained.nvme} there"
+    what = f"{nothing}: restored {restored}" if empty and path is not None else f"restored {restored}"
+    newer = f"{whose} trained on after step {max(last.cut, 0)} with its log{where}, which may have newer steps"
+    return f"{what}. {newer}: this start leaves them behind; to keep them, start there first"
+
+
+def _known(sources: Sources, number: int) -> Incarnation | None:
+    try:
+        found = read_incarnation(sources.objects, sources.run, number)
+    except DamagedCut:
+        return None
+    return None if found is None or is_made_anew(found) else found
 
 
 def _overlooked(sources: Sources) -> list[int]:

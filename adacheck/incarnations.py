@@ -65,10 +65,10 @@ def newest_incarnation(backend: Backend) -> int:
     return max((name.incarnation for name in names if name is not None), default=0)
 
 
-def take_incarnation(backend: Backend, run: str) -> Incarnation:
-    """Begin a new incarnation of the run: the next number that nobody has, by an exclusive put."""
+def take_incarnation(backend: Backend, run: str, nvme: str | None = None) -> Incarnation:
+    """Begin a new incarnation of the run: the next number that nobody has, by an exclusive put. `nvme`: where its log will be."""
     while True:
-        taken = Incarnation(run, newest_incarnation(backend) + 1, time.time(), platform.node(), os.getpid())
+        taken = Incarnation(run, newest_incarnation(backend) + 1, time.time(), platform.node(), os.getpid(), nvme or "")
         if not isinstance(backend.put(keys.incarnation(taken.incarnation), encode(taken), exclusive=True), Exists):
             return taken
 
@@ -88,7 +88,7 @@ def read_incarnation(backend: Backend, run: str, number: int) -> Incarnation | N
 
 def made_anew(run: str, number: int) -> Incarnation:
     """What a repair puts where nobody remembers who took a number, so that it stays taken."""
-    return Incarnation(run, number, 0.0, "unknown", 0)
+    return Incarnation(run, number, 0.0, "unknown", 0, "")
 
 
 def is_made_anew(incarnation: Incarnation) -> bool:

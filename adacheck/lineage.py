@@ -14,9 +14,9 @@ from adacheck.config import StoreConfig
 from adacheck.errors import DamagedCut, ForeignRun
 from adacheck.incarnations import is_made_anew, read_incarnation
 from adacheck.manifests import keys
-from adacheck.manifests.encoding import decode
 from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Incarnation
+from adacheck.sense import read
 
 
 def check_lineage(config: StoreConfig, objects: Backend, nvme: Backend) -> Incarnation | None:
@@ -26,7 +26,7 @@ def check_lineage(config: StoreConfig, objects: Backend, nvme: Backend) -> Incar
         ForeignRun: the object tier has another incarnation of that number, or none: says what to do in either case.
     """
     try:
-        fence = decode(nvme.get(keys.FENCE), Incarnation)
+        fence = read(nvme.get(keys.FENCE), Incarnation)
     except (NotFound, FormatError):
         return None
     try:

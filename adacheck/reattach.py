@@ -74,7 +74,7 @@ def take_next(start: Start, old: ChainState) -> Taken:
     run, nvme = old.name.run, start.nvme
     incarnations.check_newest(start.objects, start.incarnation.incarnation)
     before = encode(start.incarnation)
-    incarnation = incarnations.take_incarnation(start.objects, run)
+    incarnation = incarnations.take_incarnation(start.objects, run, start.config.nvme)
     if nvme is not None:
         outcome = nvme.put_many([(keys.FENCE, encode(incarnation))], expect=Expect(keys.FENCE, before))
         if not isinstance(outcome, Created):

@@ -54,6 +54,7 @@ STATUSES = ("pending", "proven", "inexact")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _THREADS_MAX = 1 << 16
+_UNIX_S_END = 1e11  # the year 5138
 R = TypeVar("R", bound=Record)
 
 
@@ -82,6 +83,8 @@ def _reasons(record: Record) -> Iterator[str]:
                 yield f"the run {record.run!r}, which no directory can be called"
         case Incarnation():
             yield from out_of_range(incarnation=record.incarnation)
+            if not 0 <= record.started_unix_s < _UNIX_S_END:
+                yield f"a start {record.started_unix_s} s after 1970"
         case Fork():
             yield from out_of_range(incarnation=record.incarnation)
             if not (NO_CUT <= record.cut <= NO_LIMIT):

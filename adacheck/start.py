@@ -30,11 +30,12 @@ from adacheck.keeper.shared import MEMORY, NVME, ChainState
 from adacheck.lineage import check_lineage
 from adacheck.manifests import chain as links
 from adacheck.manifests import keys
-from adacheck.manifests.encoding import decode, encode
+from adacheck.manifests.encoding import encode
 from adacheck.manifests.errors import FormatError
 from adacheck.manifests.record import Chain, Fork, Incarnation
 from adacheck.nvme_directory import CHAIN, GENERATION, check_nvme_run, note_trained, nvme_path, open_copy, trained_here
 from adacheck.recovery import Cut, Sources, gather, read_newest
+from adacheck.sense import read
 from adacheck.set_aside import forget_earlier, forget_half, keep_log
 from adacheck.unlisted import unlisted_fulls
 
@@ -46,6 +47,7 @@ class Start:
     """An incarnation that has been taken; its copies are fenced, and not yet brought in.
 
     Attributes:
+        before: the incarnation that took the copy on NVMe last.
         unread: steps on NVMe after the cut that was found, which it should have been and could not be read from.
     """
 
@@ -54,6 +56,7 @@ class Start:
     nvme: LmdbBackend | None
     incarnation: Incarnation
     sources: Sources
+    before: Incarnation | None = None
     unread: list[int] = field(default_factory=list)
 
     def release(self) -> None:
@@ -75,9 +78,8 @@ def take(config: StoreConfig, objects: Backend) -> Start:
     run = _run_of(config, objects)
     nvme = _open_nvme(config, run)
     try:
-        if nvme is not None:
-            check_lineage(config, objects, nvme)
-        incarnation = incarnations.take_incarnation(objects, run)
+        before = check_lineage(config, objects, nvme) if nvme is not None else None
+        incarnation = incarnations.take_incarnation(objects, run, config.nvme)
         if nvme is not None:
             _fence(nvme, incarnation)
         incarnations.void_unstarted(objects, run, incarnation.incarnation)
@@ -88,7 +90,7 @@ def take(config: StoreConfig, objects: Backend) -> Start:
         raise
     if nvme is not None and (path := nvme_path(config, run)) is not None:
         note_trained(path, nvme)
-    return Start(config, objects, nvme, incarnation, sources)
+    return Start(config, objects, nvme, incarnation, sources, before)
 
 
 def _run_of(config: StoreConfig, objects: Backend) -> str:
@@ -121,7 +123,7 @@ def _fence(nvme: Backend, incarnation: Incarnation) -> None:
         before = None
     if before is not None:
         try:
-            decode(before, Incarnation)
+            read(before, Incarnation)
         except FormatError as error:
             _log.warning("the fence of %s cannot be read and is replaced: %s", nvme.name, error)
     if not isinstance(nvme.put_many([(keys.FENCE, encode(incarnation))], expect=Expect(keys.FENCE, before)), Created):
@@ -135,7 +137,7 @@ def find_cut(start: Start, *, step: int | None, only: Container[int] | None) -> 
     cut = read_newest(start.sources, step=step, only=only)
     if step is None and only is None:
         start.unread = unread(start.sources, cut)
-        if (fallen := fallen_back(start.config, start.sources, cut)) is not None:
+        if (fallen := fallen_back(start.config, start.sources, cut, start.before)) is not None:
             _log.warning("%s", fallen)
     return cut
 

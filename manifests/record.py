@@ -265,13 +265,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One start of a run, taken by an exclusive put of its number."""
+    """One start of a run, taken by an exclusive put of its number. `nvme`: the directory of its log on its host, `""` without one."""
 
     run: str
     incarnation: int
     started_unix_s: float
     host: str
     pid: int
+    nvme: str
 
 
 @dataclass(frozen=True, slots=True)

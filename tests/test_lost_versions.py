@@ -17,7 +17,7 @@ from adacheck.errors import NoCut
 from adacheck.fallen_back import fallen_back
 from adacheck.finding import Finding, Kind, Severity, Tier
 from adacheck.garbage import Garbage, Kept, Removed
-from adacheck.incarnations import take_incarnation, write_fork
+from adacheck.incarnations import read_incarnation, take_incarnation, write_fork
 from adacheck.manifests import keys
 from adacheck.manifests.encoding import decode, encode
 from adacheck.manifests.record import Fork, Full, Run
@@ -140,10 +140,10 @@ def test_a_trainer_deletes_it_only_once_a_newer_one_is_listed(small: Small) -> N
 @pytest.mark.parametrize("listed", [0, 1])
 def test_a_start_that_does_not_see_it_says_so(small: Small, listed: int) -> None:
     sources = gather(run_of(loaded(small.content.objects)), loaded(without_versions(small, listed).objects), None)
-    said = fallen_back(small.config, sources, read_newest(sources))
+    said = fallen_back(small.config, sources, read_newest(sources), None)
     assert said is not None and "not step 8, the newest there was" in said and "--repair, run before a start" in said
     sources = gather(sources.run, loaded(small.content.objects), None)
-    assert fallen_back(small.config, sources, read_newest(sources)) is None
+    assert fallen_back(small.config, sources, read_newest(sources), read_incarnation(sources.objects, sources.run, 2)) is None
 
 
 def test_steps_of_an_abandoned_lineage_do_not_count_as_newer(small: Small) -> None:

@@ -292,7 +292,7 @@ def test_whatever_a_store_says_renders(
         HOSTILE,
         1e300,
         tuple(logged_steps(rows, table)),
-        (*incarnations, Incarnation(HOSTILE, 1, math.inf, HOSTILE, 0)),
+        (*incarnations, Incarnation(HOSTILE, 1, math.inf, HOSTILE, 0, HOSTILE)),
         tuple(Fork("run", entry.incarnation, entry.cut, True) for entry in table),
         (1, 2, 5),
         (*fulls, FullEntry(1, 5, HOSTILE, b"", 3, HOSTILE)),

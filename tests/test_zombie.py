@@ -90,7 +90,7 @@ def test_the_fence_of_a_newer_incarnation_stops_every_transaction(fast: Path) ->
     trained(zombie, 6)
     start = zombie.ckpt._start
     assert start is not None and start.nvme is not None
-    newer = Incarnation(start.incarnation.run, 2, 0.0, "elsewhere", 1)
+    newer = Incarnation(start.incarnation.run, 2, 0.0, "elsewhere", 1, "")
     start.nvme.put(keys.FENCE, encode(newer))
     before = {key: start.nvme.get(key) for key in start.nvme.list("")}
     for _ in range(5):

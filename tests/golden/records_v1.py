@@ -82,7 +82,7 @@ INCREMENT = Increment(
 
 GOLDEN: dict[str, Record] = {
     "run": Run(RUN, 1_760_000_000.25, "adacheck 0.1.0"),
-    "incarnation": Incarnation(RUN, 3, 1_760_000_100.5, "node-17", 4_194_304),
+    "incarnation": Incarnation(RUN, 3, 1_760_000_100.5, "node-17", 4_194_304, "/mnt/nvme0/adacheck"),
     "fork": Fork(RUN, 3, 1_000_000, True),
     "version": seal_version(
         Version(
