@@ -9,7 +9,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,7 @@ def parse(uri: str, options: Mapping[str, Any], environment: Mapping[str, str] =
     storage = {name: given.pop(name) for name in list(given) if name not in OPTIONS}
     _check_storage(parts.scheme, storage, query.keys() - options.keys())
     storage = {name: value if name in options else _parsed(name, value) for name, value in storage.items()}
+    storage = {name: _CHECKED[name](name, value) if name in _CHECKED else value for name, value in storage.items()}
     address = urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")) if parts.netloc or parts.path else uri
     if parts.scheme == "file":
         address = f"file://{parts.netloc}{parts.path.rstrip('/')}"
@@ -201,10 +202,6 @@ def _parsed(name: str, text: str) -> Any:
         return text
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if name == "part_bytes":
-        return _amount(name, text)
-    if name == "request_timeout_s":
-        return _seconds(name, text)
     if name.endswith(("_size", "_concurrency")) and text.isdecimal():
         return int(text)
     if text[:1] in ("{", "["):
@@ -213,6 +210,19 @@ def _parsed(name: str, text: str) -> Any:
         except ValueError as error:
             raise ConfigError(f"{name}={text!r} begins like JSON and is none: {error}") from error
     return text
+
+
+def _server(name: str, value: Any) -> str:
+    """An address of a server: botocore would take it for one at its first request, or fail without naming the option."""
+    try:
+        parts = urlsplit(str(value))
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no such port, half an IPv6 address
+        good = False
+    if good and isinstance(value, str):
+        return value
+    like = value if isinstance(value, str) and re.fullmatch(r"[\w.-]+(:\d+)?", value) else "host:port"
+    raise ConfigError(f"{name}={value!r} is no address of a server; write {name}=http://{like}, or https://")
 
 
 def _nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str:
@@ -292,3 +302,7 @@ def _amount(name: str, value: Any) -> int:
     if amount <= 0:
         raise ConfigError(f"{name}={value!r} is not an amount of bytes; write 500M, 2GiB, ...")
     return amount
+
+
+_CHECKED: dict[str, Callable[[str, Any], Any]] = {"part_bytes": _amount, "request_timeout_s": _seconds, "endpoint_url": _server}
+"""Options of the object tier that are looked at here."""

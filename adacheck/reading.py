@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 
 from adacheck.backends.base import Backend
-from adacheck.backends.errors import Damaged, Denied
+from adacheck.backends.errors import BadOption, Damaged, Denied
 from adacheck.backends.lmdb_directory import DATA_FILE
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.os_errors import translated
@@ -14,6 +14,7 @@ from adacheck.backends.registry import open_backend
 from adacheck.backends.retry import Retry
 from adacheck.backends.wrappers import Retrying
 from adacheck.config import NvmeMissing, StoreConfig, parse
+from adacheck.errors import ConfigError
 from adacheck.incarnations import read_run
 from adacheck.lineage import check_lineage
 from adacheck.nvme_directory import check_nvme_run, no_aside, nvme_path, trained_here
@@ -37,19 +38,30 @@ def reading_config(uri: str) -> tuple[StoreConfig, str]:
 
 
 @contextmanager
+def options_blamed() -> Iterator[None]:
+    """What the object tier's library does not take is a mistake in the configuration."""
+    try:
+        yield
+    except BadOption as error:
+        raise ConfigError(str(error)) from error.__cause__
+
+
+@contextmanager
 def open_objects(config: StoreConfig, *, writing: bool = False) -> Iterator[Backend]:
     """The object tier at `config.address`, closed at the end; it must exist. `writing`: for a repair.
 
     Raises:
+        ConfigError: an option is not what its library takes.
         BackendError: it is not there, does not answer, or refuses.
     """
     address = config.address.partition("://")[2]
     options = {**config.storage, "read_only": True} if config.scheme == "file" else dict(config.storage)
     retry = Retry()
-    if writing and config.scheme == "file":
-        open_backend(config.scheme, address, options).close()  # it is there: only then is it opened to be written
-        options = dict(config.storage)
-    backend = retry(lambda: open_backend(config.scheme, address, options))
+    with options_blamed():
+        if writing and config.scheme == "file":
+            open_backend(config.scheme, address, options).close()  # it is there: only then is it opened to be written
+            options = dict(config.storage)
+        backend = retry(lambda: open_backend(config.scheme, address, options))
     with Retrying(backend, retry) as objects:
         if writing:
             objects.check_writable()

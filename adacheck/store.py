@@ -17,7 +17,7 @@ from adacheck.checkpointer import Checkpointer
 from adacheck.config import StoreConfig, parse
 from adacheck.errors import ConfigError
 from adacheck.install import Stateful
-from adacheck.reading import open_sources
+from adacheck.reading import open_sources, options_blamed
 from adacheck.restore_points import RestorePoint as RestorePoint
 from adacheck.restore_points import restore_points
 
@@ -46,7 +46,8 @@ class Store:
         config = parse(uri, options)
         scheme, _, address = config.address.partition("://")
         retry = Retry()
-        backend = retry(lambda: open_backend(scheme, address, config.storage))
+        with options_blamed():
+            backend = retry(lambda: open_backend(scheme, address, config.storage))
         if config.bandwidth_bytes_per_s is not None:
             backend = Limited(backend, config.bandwidth_bytes_per_s)
         backend = Retrying(backend, retry)  # outside: what goes slow comes from a generator, which could not be tried again

@@ -48,5 +48,9 @@ class Damaged(BackendError):
     """The backend's own files cannot be read."""
 
 
+class BadOption(BackendError, ValueError):
+    """An option of the backend is not what its library takes; the message names the options that were given."""
+
+
 class UnknownScheme(BackendError, ValueError):
     """No backend is registered for the scheme; the message offers the nearest known one."""

@@ -15,7 +15,7 @@ from typing import Any
 import fsspec
 
 from adacheck.backends.base import Backend
-from adacheck.backends.errors import Denied, UnknownScheme
+from adacheck.backends.errors import BackendError, BadOption, Denied, UnknownScheme
 from adacheck.backends.object_store import ObjectStore
 
 GROUP = "adacheck.backends"
@@ -45,13 +45,26 @@ def open_backend(scheme: str, address: str, options: Mapping[str, Any] | None = 
     Raises:
         UnknownScheme: nobody offers it; the message names the nearest one.
         Denied: the package that offers it cannot be imported, or does not return a `Backend`.
+        BadOption: its library takes an option otherwise; whatever it raised itself is the cause.
         BackendError: whatever the backend raises when it opens.
     """
     factory = _BUILT_IN.get(scheme) or _load(scheme)
-    backend = factory(address, dict(options or {}))
+    try:
+        backend = factory(address, dict(options or {}))
+    except BadOption as error:
+        raise BadOption(f"{error} ({_given(options)})") from error.__cause__
+    except (BackendError, OSError):
+        raise
+    except Exception as error:  # of a library that looked at a value only when it used it
+        raise BadOption(f"{scheme}://{address} cannot be opened: {type(error).__name__}: {error} ({_given(options)})") from error
     if not isinstance(backend, Backend):
         raise Denied(f"the factory of {scheme!r} returned a {type(backend).__name__}, which is no Backend; report it to its package")
     return backend
+
+
+def _given(options: Mapping[str, Any] | None) -> str:
+    """Names alone: a value may be a password."""
+    return f"options given: {', '.join(sorted(options or {})) or 'none'}; correct the one that is refused, or the library's own settings (AWS_…)"
 
 
 def _load(scheme: str) -> Factory:

@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from adacheck.backends.errors import BackendError, Denied, Full, NotFound, Unavailable
+from adacheck.backends.errors import BackendError, BadOption, Denied, Full, NotFound, Unavailable
 from adacheck.backends.os_errors import FULL, translate_os_error
 
 
@@ -34,7 +34,11 @@ _QUOTA = frozenset({"QuotaExceeded", "InsufficientStorage", "InsufficientCapacit
 _MISSING = frozenset({"NoSuchKey", "NotFound", "404", "NoSuchUpload", "NoSuchVersion"})
 _TAKEN = frozenset({"PreconditionFailed", "412"})
 _SAYS_ALL = frozenset({"NoSuchBucket", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied"}) | _EXPIRED
-_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "ParamValidationError")
+_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ParamValidationError")
+_CONFIGURATION = frozenset({"ProfileNotFound", "ConfigParseError", "ConfigNotFound", "InvalidConfigError", "ValidationError"}) | frozenset(
+    {"EndpointProviderError", "InvalidS3AddressingStyleError", "InvalidProxiesConfigError", "InvalidRetryConfigurationError"}
+)
+"""What botocore raises, these and their subclasses, before it asks anybody."""
 
 
 def may_be_expired(error: BaseException) -> bool:
@@ -46,6 +50,12 @@ def may_be_expired(error: BaseException) -> bool:
 def is_beyond_end(error: BaseException) -> bool:
     """Whether a range begins at or after the end of the object."""
     return _reply(error)[1] == 416
+
+
+def is_misuse(error: BaseException | None) -> bool:
+    """Whether a request failed before anything was sent, by an exception that a value of the wrong type causes."""
+    inner: Any = getattr(error, "kwargs", {})
+    return isinstance(inner, dict) and isinstance(inner.get("error"), (TypeError, AttributeError, ValueError))
 
 
 def cause_of(error: BaseException) -> BaseException | None:
@@ -61,6 +71,8 @@ def translate_remote_error(error: BaseException, what: str, limit_s: float = 0.0
         return Taken(what)
     if isinstance(error, TimeoutError) and not str(error):
         return Unavailable(f"{what}: not done within {limit_s:.0f} s")
+    if not _CONFIGURATION.isdisjoint(kind.__name__ for kind in type(error).__mro__):
+        return BadOption(f"{what}: {error}")
     text = f"{what}: {error or type(error).__name__}" + (f" ({code})" if code else "")
     if code in _QUOTA or status == 507:
         return Full(f"{text}; free some space there, or raise the quota")

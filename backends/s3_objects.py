@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 import fsspec
 
 from adacheck.backends.base import Parts, Stat, Traits, Upload, each_part, is_key
-from adacheck.backends.errors import BackendError, Denied, Full, NotFound, Unavailable
+from adacheck.backends.errors import BackendError, BadOption, Denied, Full, NotFound, Unavailable
 from adacheck.backends.remote_errors import (
     Taken,
     cause_of,
     foreign_errors,
     is_beyond_end,
+    is_misuse,
     may_be_expired,
     translate_remote_error,
 )
@@ -92,6 +93,8 @@ class S3Objects:
             self.close()
             if isinstance(error, NotFound):
                 raise self._no_bucket() from None
+            if is_misuse(error.__cause__):
+                raise BadOption(str(error)) from error.__cause__
             raise
 
     def write(self, key: str, parts: Parts, *, exclusive: bool) -> bool:

@@ -72,6 +72,16 @@ def test_defaults_of_a_file_store() -> None:
         ("file:///d?agent=host:1", "runs the keeper in process"),
         (f"{S3}&client_kwargs={{region", "client_kwargs='{region' begins like JSON and is none"),
         (f"{S3}&part_bytes=big", "part_bytes='big' is not an amount"),
+        (
+            f"{S3}&endpoint_url=localhost:8333",
+            "endpoint_url='localhost:8333' is no address of a server; write endpoint_url=http://localhost:8333",
+        ),
+        (f"{S3}&endpoint_url=minio", "endpoint_url='minio' is no address of a server; write endpoint_url=http://minio"),
+        (f"{S3}&endpoint_url=", "endpoint_url='' is no address of a server; write endpoint_url=http://host:port"),
+        (f"{S3}&endpoint_url=http://", "endpoint_url='http://' is no address"),
+        (f"{S3}&endpoint_url=ftp://host", "endpoint_url='ftp://host' is no address"),
+        (f"{S3}&endpoint_url=http://host:99999", "endpoint_url='http://host:99999' is no address"),
+        (f"{S3}&endpoint_url=http://[::1", "endpoint_url='http://[::1' is no address"),
     ],
 )
 def test_what_is_refused_and_why(uri: str, says: str) -> None:
@@ -154,6 +164,20 @@ def test_nvme_none_and_nvme_paths() -> None:
     with pytest.raises(ConfigError, match="nvme=relative/dir is relative"):
         config("s3://b/r?nvme=relative/dir")
     assert config("s3://b/r?nvme=~/log").nvme == str(Path.home() / "log")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("endpoint_url", 8333, "endpoint_url=8333 is no address"),
+        ("part_bytes", "x", "part_bytes='x' is not an amount"),
+        ("request_timeout_s", -1, "request_timeout_s=-1 is not a positive number"),
+    ],
+)
+def test_keywords_of_the_object_tier_are_checked_too(name: str, value: object, wanted: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(S3, **{name: value})
+    assert wanted in str(error.value)
 
 
 def test_addresses_keep_what_belongs_to_them() -> None:

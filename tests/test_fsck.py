@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +219,29 @@ def test_json_of_what_cannot_work_says_why(golden: Copy, tmp_path: Path, way: li
         report = json.loads(ended.out)
         assert list(report) == ["version", "uri", "error", "exit_code"] and (report["version"], report["uri"]) == (1, uri)
         assert ended.code == report["exit_code"] == code and words in report["error"] and report["error"] in ended.err
+
+
+@pytest.mark.parametrize("tool", [fsck.main, restore.main])
+def test_an_option_that_cannot_be_used_ends_with_16_in_one_line(tool: Callable[[], None]) -> None:
+    for option in ("endpoint_url=localhost:8333", 'client_kwargs={"region_name":5}'):
+        ended = run_tool(tool, f"s3://bucket/run?nvme=none&{option}", *(["--list"] if tool is restore.main else []))
+        assert (ended.code, ended.out, ended.err.count("\n")) == (16, "", 1)
+        assert option.partition("=")[0] in ended.err
+
+
+@pytest.mark.parametrize("where", ["adacheck.tools.fsck.Check", "adacheck.tools.fsck.sample_of"])
+def test_a_bug_ends_with_8_and_its_traceback_never_with_a_code_that_means_something_else(
+    golden: Copy, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(where, broken)
+    ended = run_tool(fsck.main, golden.uri, "--json")
+    assert ended.code == 8 and "Traceback" in ended.err
+    assert ended.err.splitlines()[-1] == "error: ZeroDivisionError: a bug: this is a bug, report it with the traceback above"
+    if where.endswith("Check"):
+        assert json.loads(ended.out)["exit_code"] == 8
 
 
 def test_the_default_nvme_directory_inside_the_object_tier_is_no_orphan(golden: Copy) -> None:

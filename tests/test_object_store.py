@@ -20,10 +20,11 @@ import pytest
 from s3fs.errors import translate_boto_error
 
 from adacheck.backends.base import Backend, Buffer, Created, Exists, Upload
-from adacheck.backends.errors import BackendError, Denied, Full, NotFound, Unavailable, UnknownScheme
+from adacheck.backends.errors import BackendError, BadOption, Denied, Full, NotFound, Unavailable, UnknownScheme
 from adacheck.backends.local_files import LocalFiles
 from adacheck.backends.local_objects import LocalObjects
 from adacheck.backends.object_store import ObjectStore
+from adacheck.backends.registry import open_backend
 from adacheck.backends.s3_objects import S3Objects
 from tests.backend_suite import BackendTests
 from tests.faults import CrashingFiles, SimulatedCrash
@@ -177,6 +178,28 @@ def test_wrong_credentials_are_denied() -> None:
     with pytest.raises(Denied, match="credentials") as caught:
         ObjectStore(f"s3://{BUCKET}/run", **{**s3_server().options, "secret": "wrong"})
     assert one_traceback(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"client_kwargs": {"region_name": "bad region!"}}, "'bad region!' doesn't match"),
+        ({"client_kwargs": {"region_name": 5}}, "expected string"),
+        ({"client_kwargs": {"nonsense": 1}}, "unexpected keyword argument 'nonsense'"),
+        ({"client_kwargs": "x"}, "'str' object"),
+        ({"config_kwargs": 3}, "'int' object is not a mapping"),
+        ({"config_kwargs": {"proxies": "http://proxy"}}, "'str' object"),
+        ({"config_kwargs": {"s3": {"addressing_style": "foo"}}}, "addressing style foo is invalid"),
+        ({"profile": "nosuch"}, "profile (nosuch) could not be found"),
+        ({"token": 1}, "'int' object"),
+        ({"endpoint_url": "localhost:8333"}, "Invalid endpoint: localhost:8333"),
+    ],
+)
+def test_an_option_that_s3fs_or_botocore_chokes_on_is_named_at_once(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadOption, match=r"given: .*; correct") as caught:
+        open_backend("s3", f"{BUCKET}/run", {**s3_server().options, **options})
+    assert says in str(caught.value) and next(iter(options)) in str(caught.value)
+    assert s3_server().options["secret"] not in str(caught.value)
 
 
 def test_a_silent_server_is_unavailable() -> None:
