@@ -111,7 +111,7 @@ def rename(cut: Cut, rules: Mapping[str, str]) -> tuple[Cut, dict[str, str]]:
 def write(export: Export, directory: Path, kind: Format, progress: Progress) -> dict[str, Any]:
     """Write the cut into `directory`, which exists and is empty; read it back, compare, and describe it in `restored.json`.
 
-    Gives the description: `version` (1), `run`, `step`, `source`, `tier`, `proven`, `format`, `renamed`, and for each tensor its
+    Gives the description: `version` (1), `run`, `step`, `source`, `tier`, `proven`, `exact`, `format`, `renamed`, and for each tensor its
     `dtype`, `shape` and `digest` (the two-level digest of FORMAT.md).
 
     Raises:
@@ -139,7 +139,15 @@ def describe(export: Export, kind: Format) -> dict[str, Any]:
         for key, tensor in export.tensors().items()
     }
     cut = export.cut
-    head = {"version": 1, "run": export.name.run, "step": cut.step, "source": cut.source, "tier": str(cut.kind), "proven": cut.proven}
+    head = {
+        "version": 1,
+        "run": export.name.run,
+        "step": cut.step,
+        "source": cut.source,
+        "tier": str(cut.kind),
+        "proven": cut.proven,
+        "exact": cut.exact,
+    }
     return {**head, "format": str(kind), "renamed": dict(export.names), "tensors": tensors}
 
 

@@ -36,6 +36,7 @@ class NvmeReader:
     Attributes:
         specs: every state of the cut, by number; `scalars` are those before what is replayed.
         replayed: increments replayed per state so far.
+        inexact: a comparison on the way to the cut found other bytes in the trainer.
 
     Raises:
         DamagedCut: the records say already that a state of it cannot be rebuilt.
@@ -49,7 +50,7 @@ class NvmeReader:
         self.specs = self._specs()
         self._sources = self._derived_from()
         self.replayed: dict[int, int] = {}
-        self._inexact = False
+        self.inexact = False
 
     @property
     def name(self) -> str:
@@ -104,8 +105,8 @@ class NvmeReader:
         return items
 
     def _learn(self, applied: Applied) -> None:
-        if not self._inexact and not all(compared.equal for compared in applied.compared):
-            self._inexact = True
+        if not self.inexact and not all(compared.equal for compared in applied.compared):
+            self.inexact = True
             _log.warning("the cut at step %d is inexact: a comparison on the way to it found other bytes in the trainer", self.step)
 
     def _specs(self) -> dict[int, StateSpec]:

@@ -42,7 +42,7 @@ class Cut:
         states: by number; opaque: items by name.
         certificates: what needs no proof again.
         replayed: increments replayed per state (those that were replayed at all).
-        proven: whether it is known to be exact.
+        proven: whether it is known to be exact; `exact` is False if it is known not to be.
     """
 
     step: int
@@ -53,6 +53,19 @@ class Cut:
     certificates: tuple[Certificate, ...]
     replayed: dict[int, int] = field(default_factory=dict)
     proven: bool = False
+    exact: bool = True
+
+
+INEXACT = "inexact"
+"""Status of a full checkpoint that is known not to be exact."""
+
+
+def inexact(step: int) -> str:
+    """What is said of a cut that is taken though it is known not to be exact."""
+    return (
+        f"the cut at step {step} is inexact: a comparison found that a tensor was written where nothing showed it, and the cut does not "
+        "have all of those writes; restore(proven=True) or `--step` of one that --list calls proven takes an older one that is exact"
+    )
 
 
 def read_newest(sources: Sources, *, step: int | None = None, only: Container[int] | None = None) -> Cut | None:
@@ -87,9 +100,13 @@ def first_usable(
     while (choice := choose_cut({0: offers}, exactly=step, only=only)) is not None:
         for offer in choice.sources[0]:
             try:
-                return use(offer, choice.step), offer, offers
+                used = use(offer, choice.step)
             except UNUSABLE as error:
                 offers = reject(sources, offers, offer, choice.step, error)
+                continue
+            if offer.kind is Kind.OBJECT and sources.full(offer).status == INEXACT:
+                _log.warning("%s", inexact(choice.step))
+            return used, offer, offers
     return None
 
 
@@ -153,7 +170,7 @@ def read_nvme(sources: Sources, step: int) -> Cut:
     assert found is not None and nvme is not None
     reader = NvmeReader(nvme, found, step)
     states = reader.states(reader.specs)
-    return Cut(step, nvme.name, Kind.NVME, states, reader.opaque(), found.chain.certificates, reader.replayed)
+    return Cut(step, nvme.name, Kind.NVME, states, reader.opaque(), found.chain.certificates, reader.replayed, exact=not reader.inexact)
 
 
 def read_object(objects: Backend, entry: FullEntry) -> Cut:
@@ -164,5 +181,5 @@ def read_object(objects: Backend, entry: FullEntry) -> Cut:
     """
     reader = read_full(objects, entry)
     states = {spec.state: reader.state(at) for at, spec in enumerate(reader.manifest.states)}
-    proven = entry.status == "proven"
-    return Cut(entry.step, entry.folder, Kind.OBJECT, states, reader.opaque(), reader.manifest.certificates, {}, proven)
+    proven, exact = entry.status == "proven", entry.status != INEXACT
+    return Cut(entry.step, entry.folder, Kind.OBJECT, states, reader.opaque(), reader.manifest.certificates, {}, proven, exact)

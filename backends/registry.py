@@ -64,7 +64,7 @@ def open_backend(scheme: str, address: str, options: Mapping[str, Any] | None = 
 
 def _given(options: Mapping[str, Any] | None) -> str:
     """Names alone: a value may be a password."""
-    return f"options given: {', '.join(sorted(options or {})) or 'none'}; correct the one that is refused, or the library's own settings (AWS_…)"
+    return f"options given: {', '.join(sorted(options or {})) or 'none'}; correct the refused one, or the library's own settings (AWS_…)"
 
 
 def _load(scheme: str) -> Factory:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import torch
 import adacheck
 from adacheck.checkpointer import Checkpointer
 from adacheck.errors import AdacheckError
+from adacheck.tools import restore
 from tests.survival import adamw, job_of, mlp, plain, survives, travelled
+from tests.tool_run import run_tool
 from tests.training import Job, logged, opened, restored_bits
 
 REFRESH, WRITTEN = 8, 13
@@ -266,8 +270,8 @@ def test_drift_found_on_the_way_to_a_restored_cut_is_said(tmp_path: Path, caplog
     assert [r.message for r in caplog.records if f"cut at step {found} is inexact" in r.message]
 
 
-def test_full_checkpoint_taken_in_between_is_listed_as_inexact(tmp_path: Path) -> None:
-    """Published before the drift was found, marked after it; one from before the write stays proven."""
+def test_full_checkpoint_taken_in_between_is_listed_as_inexact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Published before the drift was found, marked after it, and said by a restore; one from before the write stays proven."""
     job = job_of(writing_at(WRITTEN))(1)
     with opened(f"file://{tmp_path}", job, refresh=REFRESH, log_steps=64) as ckpt:
         ckpt.restore()
@@ -283,6 +287,16 @@ def test_full_checkpoint_taken_in_between_is_listed_as_inexact(tmp_path: Path) -
         listed = {point.step: (point.exact, point.proven) for point in store.steps()}
     assert listed[WRITTEN] == (False, False)
     assert listed[WRITTEN - REFRESH] == (True, True)
-    job = job_of(plain)(2)
-    with opened(f"file://{tmp_path}", job) as ckpt:
+    shutil.rmtree(tmp_path / "nvme")
+    out = run_tool(restore.main, f"file://{tmp_path}", "--step", str(WRITTEN), "--to", str(tmp_path / "out"))
+    assert out.code == 0 and f"the cut at step {WRITTEN} is inexact" in out.err
+    assert json.loads((tmp_path / "out" / "restored.json").read_text())["exact"] is False
+    caplog.clear()
+    with opened(f"file://{tmp_path}", job_of(plain)(3)) as ckpt:
+        assert ckpt.restore(WRITTEN) == WRITTEN
+    (said,) = [r.message for r in caplog.records if "is inexact" in r.message]
+    assert said.startswith(f"the cut at step {WRITTEN} is inexact") and "restore(proven=True)" in said
+    caplog.clear()
+    with opened(f"file://{tmp_path}", job_of(plain)(2)) as ckpt:
         assert ckpt.restore(proven=True) not in (WRITTEN, found)
+    assert not [r.message for r in caplog.records if "is inexact" in r.message]

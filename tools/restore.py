@@ -144,6 +144,7 @@ def show_points(points: list[RestorePoint], run_name: str, as_json: bool) -> Non
 def export(store: StoreConfig, step: int | None, directory: Path, kind: Format, rules: dict[str, str]) -> dict[str, Any]:
     """Read the cut, write it, compare it; gives the description of what was written."""
     from adacheck.export import Export, rename, write  # torch: seconds, that a list of cuts does not take
+    from adacheck.recovery import inexact
 
     console = Console(stderr=True, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -158,6 +159,8 @@ def export(store: StoreConfig, step: int | None, directory: Path, kind: Format, 
             finally:
                 for line in sources.rejected:
                     console.print(f"rejected: {line}", markup=False, highlight=False)
+        if not cut.exact:
+            console.print(inexact(cut.step), markup=False, highlight=False)
         cut, names = rename(cut, rules)
         out = Export(cut, name, names)
         bar.update(task, description=f"writing step {cut.step}, and reading it back", total=2 * out.size_bytes)
