@@ -15,7 +15,7 @@ from adacheck.backends.base import Backend
 from adacheck.backends.errors import Damaged, Denied, NotFound
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.os_errors import translated
-from adacheck.check_advice import BY_NEWEST_CUT, advised, no_full, overlooked_full, unlisted
+from adacheck.check_advice import BY_NEWEST_CUT, advised, no_full, overlooked_full, strangers, unlisted
 from adacheck.check_cut import NewestCut, newest_cut
 from adacheck.check_full import check_contents, check_manifest
 from adacheck.check_nvme import CopyRecords, check_records, check_slots, note_unreferenced
@@ -266,10 +266,7 @@ class Check:
         note_set_aside(aside, top.strange)
         yield from aside.findings
         yield from self._moved_copies(top.run)
-        for name in top.strange:
-            if keys.parse_quarantined(name) is not None:
-                continue
-            yield note(Kind.ORPHAN, Tier.OBJECT, name, "only names of this project", "another name", "move it away if it is not yours")
+        yield from strangers(self._config, top.run, (name for name in top.strange if keys.parse_quarantined(name) is None))
         live = {full.folder for full in top.fulls}
         listed = {full.folder for version in top.versions[-1:] for full in version.fulls}
         folders = {key.rpartition("/")[0]: key for key in top.names if key.startswith(keys.FULL_PREFIX)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from adacheck.check_cut import NewestCut
+from adacheck.config import StoreConfig
 from adacheck.finding import Finding, Kind, Severity, Tier, note
 
 BY_NEWEST_CUT = "by the newest cut"
@@ -45,3 +47,20 @@ def overlooked_full(folder: str) -> Finding:
     expected, found = "a version that lists it", "none does, and all that are listed are older"
     why = "run --repair before the run starts again: it lists it again if it is whole"
     return Finding(Severity.DAMAGE, Kind.UNLISTED, Tier.OBJECT, folder, expected, found, "this full checkpoint, for every restore", why)
+
+
+def strangers(config: StoreConfig, run: str | None, names: Iterable[str]) -> Iterator[Finding]:
+    """Names that this project does not give, in the object tier; what lies there as a log of this run would is not called a stranger's."""
+    logs: set[str] = set()
+    for name in names:
+        folder = name.rpartition("/")[0]
+        above, _, _ = f"/{folder}".rpartition(f"/{run}/")
+        if config.scheme == "file" and f"/{run}/" in f"/{folder}" and name.endswith(".mdb"):
+            if folder not in logs:
+                uri = replace(config, nvme=f"{config.address.removeprefix('file://')}{above}").uri
+                what = "what looks like the log of this run on NVMe, of which another directory was given"
+                remedy = f"leave it there: adacheck-fsck '{uri}' checks it"
+                yield note(Kind.ORPHAN, Tier.OBJECT, folder, "a log in the directory that nvme= gives", what, remedy)
+            logs.add(folder)
+            continue
+        yield note(Kind.ORPHAN, Tier.OBJECT, name, "only names of this project", "another name", "move it away if it is not yours")

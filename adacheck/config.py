@@ -119,6 +119,7 @@ def parse(uri: str, options: Mapping[str, Any], environment: Mapping[str, str] =
         ConfigError: no or an unknown scheme, an unknown option or `ADACHECK_*` variable (the nearest known one is offered), a value
             out of range, or an address that needs `nvme=` without one.
     """
+    _check_written(uri)
     parts = urlsplit(uri, allow_fragments=False)
     uri = uri.partition("?")[0]  # what messages show: options may hold a password
     _check_scheme(uri, parts.scheme)
@@ -159,6 +160,19 @@ def _check_of_environment(name: str, text: str) -> None:
         _build("", {"nvme": _nvme(text, "", "", "")} if name == "nvme" and text else {"nvme": None, name: text}, {})
     except ConfigError as error:
         raise ConfigError(f"{error} (it comes from the environment variable ADACHECK_{name.upper()})") from None
+
+
+def _check_written(uri: str) -> None:
+    """Refuse what would be taken for another path without a word: options behind no `?`, and characters that URLs leave out."""
+    address = uri.partition("?")[0]  # what messages show: options may hold a password
+    if left_out := re.search(r"[\x00-\x1f\x7f]", uri):
+        raise ConfigError(f"{address!r} has the control character {left_out[0]!r}, which would be left out; take it away")
+    for match in re.finditer(r"[^\w/](\w+)=", address):
+        if match[1] in (*OPTIONS, *_S3_USUAL):
+            before = address[: match.start()]
+            raise ConfigError(
+                f"{before!r} is followed by the option {match[1]!r} without a '?': write {before}?{match[1]}=…, and '&' between options"
+            )
 
 
 def _check_scheme(uri: str, scheme: str) -> None:

@@ -72,6 +72,14 @@ def test_defaults_of_a_file_store() -> None:
         ("file:///d?agent=host:1", "runs the keeper in process"),
         (f"{S3}&client_kwargs={{region", "client_kwargs='{region' begins like JSON and is none"),
         (f"{S3}&part_bytes=big", "part_bytes='big' is not an amount"),
+        ("file:///d/run&full_every=5&nvme=none", "'file:///d/run' is followed by the option 'full_every' without a '?'"),
+        ("file:///d/run&full_every=5", "write file:///d/run?full_every=…, and '&' between options"),
+        ("file:///d/run#keep=3?nvme=none", "followed by the option 'keep'"),
+        ("s3://bucket/run&nvme=/d", "'s3://bucket/run' is followed by the option 'nvme'"),
+        ("s3://bucket/run&key=hidden&nvme=/d", "'s3://bucket/run' is followed by the option 'key'"),
+        ("file:///d/r\tun", "'file:///d/r\\tun' has the control character '\\t', which would be left out; take it away"),
+        ("file:///d/run\n", "control character '\\n'"),
+        (f"{S3}\r\n", "control character '\\r'"),
         (
             f"{S3}&endpoint_url=localhost:8333",
             "endpoint_url='localhost:8333' is no address of a server; write endpoint_url=http://localhost:8333",
@@ -87,6 +95,11 @@ def test_defaults_of_a_file_store() -> None:
 def test_what_is_refused_and_why(uri: str, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         config(uri)
+
+
+def test_a_path_may_look_a_little_like_options() -> None:
+    for path in ("/d/refresh=10/run", "/d/a&b", "/d/a&b=3", "/d/lr=0.1,wd=0"):
+        assert config(f"file://{path}?keep=2").address == f"file://{path}"
 
 
 def test_keywords_are_refused_alike() -> None:

@@ -251,6 +251,20 @@ def test_the_default_nvme_directory_inside_the_object_tier_is_no_orphan(golden: 
     assert report_of(ended.out)["newest_cut"]["step"] == 11
 
 
+def test_a_log_inside_the_object_tier_is_known_for_one_where_another_nvme_was_given(golden: Copy, tmp_path: Path) -> None:
+    run = golden.nvme.parent.name
+    shutil.move(golden.root / "nvme", golden.root / "objects" / "nvme")
+    (golden.root / "objects" / "nvme" / "readme.txt").write_text("mine")
+    ended = run_tool(fsck.main, f"file://{golden.root}/objects?nvme={tmp_path}/typo", "--read-data", "--json")
+    found = {finding["name"]: finding for finding in report_of(ended.out)["findings"] if finding["kind"] == "orphan"}
+    assert ended.code == 0 and found.keys() == {f"nvme/{run}/0", "nvme/readme.txt"}
+    log = found[f"nvme/{run}/0"]
+    assert "the log of this run" in log["found"] and "nothing" in log["lost"]
+    checked = f"file://{golden.root}/objects?nvme={golden.root}/objects/nvme"
+    assert log["remedy"] == f"leave it there: adacheck-fsck '{checked}' checks it"
+    assert report_of(run_tool(fsck.main, checked, "--json").out)["newest_cut"]["step"] == 11
+
+
 def test_advice_follows_from_the_newest_cut(golden: Copy) -> None:
     """A slot of the oldest increment is not needed by the newest cut; one of a base is, and then a full checkpoint is the newest."""
     slots = golden.names(keys.Kind.INCREMENT_SLOT)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.object_store import ObjectStore
 from adacheck.checkpointer import Checkpointer
 from adacheck.errors import AdacheckError, NotDurable
+from adacheck.keeper import full_thread
+from adacheck.manifests.record import FullEntry
 from adacheck.store import Store
 from tests.crash_images import Image, Recorder, RecordingNvme
 from tests.faults import Fault, Faulty
@@ -373,3 +376,26 @@ def test_an_object_tier_that_is_deleted_gets_its_identity_back(tmp_path: Path) -
         if newest == 14:
             assert all(torch.equal(tensor, live[name]) for name, tensor in fresh.state_dict().items())
         again.close()
+
+
+def test_a_log_that_vanishes_during_an_upload_is_not_called_a_failure_of_the_object_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "adacheck")
+    process = Process(tmp_path)
+    process.ckpt.restore()
+    process.step()
+    written = full_thread.write_full
+
+    def write_full(*args: Any, **options: Any) -> FullEntry:
+        for file in (tmp_path / "nvme").rglob("data.mdb"):
+            file.unlink()
+        return written(*args, **options)
+
+    monkeypatch.setattr(full_thread, "write_full", write_full)
+    for _ in range(4):
+        process.step()
+    said = [record.getMessage() for record in caplog.records]
+    assert any("staged on NVMe for the full checkpoint at step 4 " in line and "data.mdb was deleted" in line for line in said), said
+    assert not [line for line in said if "object tier" in line] and process.ckpt.status().object_failure is None
+    process.abandon()

@@ -87,7 +87,7 @@ class FullThread:
         """
         records = copy.stage(states, step)
         sources = [StateSource(base.spec, _staged_reader(copy, base), base.digest) for base in records]
-        self._start(step, sources, opaque, certificates, lambda: copy.unstage(step))
+        self._start(step, sources, opaque, certificates, lambda: self._unstage(copy, step))
 
     def take_copied(self, step: int, states: Sequence[State], opaque: Opaque, certificates: tuple[Certificate, ...]) -> None:
         """Copy the cut in memory and upload it from there."""
@@ -165,6 +165,13 @@ class FullThread:
                 with self._shared.changed:
                     self._busy = False
                     self._shared.changed.notify_all()
+
+    def _unstage(self, copy: NvmeCopy, step: int) -> None:
+        """Remove what was staged. NVMe that fails at it fails for the log as well, which deals with that; no fault of the object tier."""
+        try:
+            copy.unstage(step)
+        except BackendError as error:
+            self._shared.report(f"what was staged on NVMe for the full checkpoint at step {step} could not be removed: {error}")
 
     def check_newest(self) -> None:
         """Find out whether this process still owns the run.
