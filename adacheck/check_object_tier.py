@@ -32,7 +32,7 @@ _INCARNATION = Consequence(
 _AHEAD = Consequence(
     "a start, which refuses the log: it was written under an incarnation that this object tier does not know",
     "if this object tier was put back from an older copy, --repair makes it know what the log says, and a start goes on from the log; if "
-    "it is a copy of one whose own run trains with this NVMe directory, give it another nvme=DIR",
+    "a copy of it, or the one it is a copy of, trains with this NVMe directory, give this one another nvme=DIR",
 )
 _FORK = Consequence(
     "every restore while it is damaged; if it is missing, steps that a later incarnation left behind count as live",

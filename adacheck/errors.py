@@ -26,7 +26,7 @@ class Closed(AdacheckError):
 
 
 class ForeignRun(AdacheckError):
-    """The NVMe directory and the object tier do not belong to the same run."""
+    """The NVMe directory and the object tier do not belong to the same run, or to copies of it that went on apart."""
 
 
 class StoreBusy(AdacheckError):

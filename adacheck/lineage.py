@@ -33,17 +33,17 @@ def check_lineage(config: StoreConfig, objects: Backend, nvme: Backend) -> Incar
         taken = read_incarnation(objects, fence.run, fence.incarnation)
     except DamagedCut:
         return fence  # one flipped bit is no other history
+    log = f"the log in {nvme.name} was last taken by {who(fence)}"
+    own = "give this one another nvme=DIR, where it begins from its own newest full checkpoint"
     if taken is None:
         raise ForeignRun(
-            f"the log in {nvme.name} was last taken by {who(fence)}, of which {config.address} knows nothing. Either this is a copy of an "
-            "object tier whose own run trains with that directory: give the copy another nvme=DIR, where it begins from its own newest "
-            f"full checkpoint. Or this object tier was put back from an older copy: adacheck-fsck '{config.uri}' --repair makes it know "
+            f"{log}, of which {config.address} knows nothing. Either a copy of this object tier, or the one it is a copy of, trains with that "
+            f"directory: {own}. Or this object tier was put back from an older copy: adacheck-fsck '{config.uri}' --repair makes it know "
             "what the log says, and a start goes on from the log; another nvme=DIR leaves the log behind. Nothing was changed"
         )
     if is_other(fence, taken):
         raise ForeignRun(
-            f"the log in {nvme.name} was last taken by {who(fence)}, but in {config.address} that is {who(taken)}: one is a copy of the "
-            "other, and they went on apart. Give this one another nvme=DIR, where it begins from its own newest full checkpoint. "
+            f"{log}, but in {config.address} that is {who(taken)}: one is a copy of the other, and they went on apart; {own}. "
             "Nothing was changed"
         )
     return fence

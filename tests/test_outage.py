@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from adacheck import full_checkpoint
 from adacheck.backends.errors import BackendError, Full, Unavailable
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.object_store import ObjectStore
@@ -385,12 +386,11 @@ def test_a_log_that_vanishes_during_an_upload_is_not_called_a_failure_of_the_obj
     process = Process(tmp_path)
     process.ckpt.restore()
     process.step()
-    written = full_thread.write_full
 
     def write_full(*args: Any, **options: Any) -> FullEntry:
         for file in (tmp_path / "nvme").rglob("data.mdb"):
             file.unlink()
-        return written(*args, **options)
+        return full_checkpoint.write_full(*args, **options)
 
     monkeypatch.setattr(full_thread, "write_full", write_full)
     for _ in range(4):
