@@ -21,6 +21,7 @@ from adacheck.backends.errors import BackendError
 from adacheck.capture.blocks import PoolEmpty
 from adacheck.capture.forgotten import Forgotten
 from adacheck.capture.inventory import Inventory
+from adacheck.deadline import Deadline
 from adacheck.errors import AdacheckError, Closed, Detached, NotDurable, NotRestored
 from adacheck.generations import Generations
 from adacheck.install import Stateful
@@ -57,7 +58,8 @@ class Checkpointer:
         self._reports = Reports()
         self._blocked_s = 0.0
         self._pid = os.getpid()
-        self._closed = False
+        self._spent = False  # `_start` was used to bring copies into the incarnation
+        self._closed = self._released = False
         self.restored: Cut | None = None
         """The cut `restore()` returned: source, increments replayed; without its states."""
         install.opaque_items(inventory, self._extra)  # what cannot be stored is an error now, not after the first step
@@ -94,10 +96,10 @@ class Checkpointer:
                 install.install(cut, self._inventory, self._extra, self._capture.gradients)
             finally:
                 self._capture.suspended = False
+            self._step = cut.step
         self._start_keeping(begun, cut)
         if cut is not None:
             self.restored = replace(cut, states={})
-            self._step = cut.step
             for line in notes(cut, self._inventory):
                 _log.warning("%s", line)
             _log.info("restored step %d from %s: go on with range(%d, total)", cut.step, cut.source, cut.step)
@@ -110,30 +112,12 @@ class Checkpointer:
         Raises:
             Closed: after `close()`.
             NotRestored: the run has cuts, and `restore()` was not called.
-            AdacheckError: with `on_error=raise`, what went wrong since the last call.
+            AdacheckError: another thread is in `step()` or in an optimizer's; with `on_error=raise`, what went wrong since the last call.
         """
         self._refuse_closed("step")
         self._refuse_forked("step")
-        begun = time.perf_counter()
-        if self._keeper is None:
-            self._start_new_run()
-        keeper = self._keeper
-        assert keeper is not None, "a started checkpointer has a keeper"
-        self._step += 1
-        if keeper.failure is None and not self._capture.suspended:
-            try:
-                self._make_increment(keeper)
-            except PoolEmpty as error:
-                self._generations.detach(error)
-            except BaseException as error:  # half an increment cannot be taken back: a new base will follow
-                keeper.shared.fail(Detached(f"step {self._step} could not be captured: {type(error).__name__}: {error}"))
-                raise
-        for line in self._forgotten.after_call():
-            _log.warning("%s", line)
-        self._reports.say(keeper, raising=self._config.on_error == "raise")
-        if isinstance(keeper.failure, Detached):
-            self._generations.go_on(self._begin(), self._step)
-        self._blocked_s = self._capture.take_blocked_s() + time.perf_counter() - begun
+        with self._capture.turn.of("step()"):
+            self._take_step()
 
     def status(self) -> Status:
         """Where things stand; costs nothing, and is refused in a forked child."""
@@ -155,58 +139,53 @@ class Checkpointer:
         """Wait until every step so far is committed and applied to the shadow.
 
         Raises:
+            Closed: after `close()`.
             NotDurable: the keeper failed, or did not get there within `deadline_s`. AdacheckError: in a forked child.
         """
+        self._refuse_closed("drain")
         self._refuse_forked("drain")
-        keeper = self._keeper
-        if keeper is None:
-            return
-        last = keeper.submitted
-        if not self._pace.wait_applied(keeper, last, self._config.deadline_s) or keeper.failure:
-            raise NotDurable(f"step {last} is acked up to {keeper.progress().acked} and not applied: {self._reports.why(keeper)}")
+        if self._keeper is not None:
+            self._apply_all(self._keeper, Deadline.after(self._config.deadline_s))
 
     def publish_full(self) -> None:
         """Take a full checkpoint of the last step and wait until it is published; nothing to do if there is one.
 
         Raises:
+            Closed: after `close()`.
             NotDurable: it could not be published within `deadline_s`; says why. AdacheckError: in a forked child.
         """
+        self._refuse_closed("publish_full")
         self._refuse_forked("publish_full")
-        self.drain()
-        keeper = self._keeper
-        if keeper is None or keeper.submitted == 0:
-            return
-        if not keeper.publish(self._config.deadline_s):
-            raise NotDurable(f"the full checkpoint at step {keeper.submitted} is not published: {self._reports.why(keeper)}")
+        deadline = Deadline.after(self._config.deadline_s)
+        if self._keeper is not None:
+            self._apply_all(self._keeper, deadline)
+            self._publish(self._keeper, deadline)
 
     def close(self) -> None:
         """Wait until the last step is durable, then end: hooks, threads and files are released whatever happens.
 
-        In a forked child it only takes the hooks away: keeper and files are the parent's, which goes on.
+        All of it takes `deadline_s` at most, and a second for the threads to end. Called again after an interrupt, it releases what
+        is left. In a forked child it only takes the hooks away: keeper and files are the parent's, which goes on.
 
         Raises:
             NotDurable: the last step could not be made durable. AdacheckError: with `on_error=raise`, what else went wrong since.
         """
-        if self._closed:
+        if self._released:
             return
-        self._closed = True
+        deadline = Deadline.after(self._config.deadline_s)
         atexit.unregister(self._at_exit)
         forget(self._on_sigterm)
         self._capture.remove()
         if os.getpid() != self._pid:
             self._forgotten.end()
+            self._closed = self._released = True
             return
         try:
-            behind = self._keeper is not None and self._keeper.submitted != self._step
-            if self._keeper is not None:
-                with suppress(NotDurable) if behind else nullcontext():
-                    self._make_durable(self._keeper)
-            if self._keeper is not None and behind:
-                raise NotDurable(
-                    f"step {self._step} was not checkpointed, the last is {self._keeper.submitted}: {self._reports.why(self._keeper)}"
-                )
+            if not self._closed:
+                self._closed = True
+                self._finish(deadline)
         finally:
-            self._release()
+            self._release(deadline)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -222,7 +201,11 @@ class Checkpointer:
     # Parts
 
     def _begin(self) -> start.Start:
+        if self._start is not None and self._spent and self._keeper is None:  # it was interrupted, and what it knows is not true any more
+            self._start.release()
+            self._start = None
         if self._start is None:
+            self._spent = False
             self._start = start.take(self._config, self._store.objects)
         return self._start
 
@@ -242,10 +225,36 @@ class Checkpointer:
         return self._generations.keeper
 
     def _start_keeping(self, begun: start.Start, cut: Cut | None) -> None:
-        self._generations.begin(begun, cut)
-        self._forgotten.begin()
         atexit.register(self._at_exit)
         finish_on_sigterm(self._on_sigterm)
+        self._forgotten.begin()
+        self._spent = True
+        self._generations.begin(begun, cut)
+
+    def _take_step(self) -> None:
+        """Called again after an interrupt at any line, it finds out what is missing from `submitted`, and begins again."""
+        begun = time.perf_counter()
+        if self._keeper is None:
+            self._start_new_run()
+        keeper = self._keeper
+        assert keeper is not None, "a started checkpointer has a keeper"
+        if keeper.failure is None and (self._capture.suspended or keeper.submitted != self._step):
+            keeper.shared.fail(Detached(f"step {self._step} was interrupted"))
+        self._step += 1
+        if keeper.failure is None:
+            try:
+                self._make_increment(keeper)
+            except PoolEmpty as error:
+                self._generations.detach(error)
+            except BaseException as error:  # half an increment cannot be taken back: a new base will follow
+                keeper.shared.fail(Detached(f"step {self._step} could not be captured: {type(error).__name__}: {error}"))
+                raise
+        for line in self._forgotten.after_call():
+            _log.warning("%s", line)
+        self._reports.say(keeper, raising=self._config.on_error == "raise")
+        if isinstance(keeper.failure, Detached):
+            self._generations.go_on(self._begin(), self._step)
+        self._blocked_s = self._capture.take_blocked_s() + time.perf_counter() - begun
 
     def _make_increment(self, keeper: Keeper) -> None:
         self._pace.round(keeper)
@@ -259,6 +268,8 @@ class Checkpointer:
         for name, content in install.opaque_items(self._inventory, self._extra, gradients, self._capture.unattached):
             self._capture.writer.send_opaque(name, content)
         self._capture.writer.seal()
+        if keeper.failure is not None:
+            return  # another thread stepped an optimizer meanwhile, say: this cut may be of no moment at all
         keeper.submit(replace(draft, committed=progress.committed, durable=progress.durable, blocked_us=round(self._blocked_s * 1e6)))
         certifying = 2 * len(draft.comparable) > len(draft.gradients)
         most = CERTIFYING_STEPS_MAX if certifying else max(self._config.log_steps // 2, CERTIFYING_STEPS_MAX)
@@ -274,14 +285,33 @@ class Checkpointer:
             self._schedule = (layout, refresh.schedule(layout, self._config.refresh_steps))
         return self._schedule[1]
 
-    def _make_durable(self, keeper: Keeper) -> None:
-        self.drain()
-        shared, last = keeper.shared, keeper.submitted
-        progress = keeper.progress()
-        if progress.durable < last and last > 0:
-            self.publish_full()
-        shared.wait(lambda: not keeper.uploading, self._config.deadline_s)
-        keeper.keep_identity()
+    def _apply_all(self, keeper: Keeper, deadline: Deadline) -> None:
+        last = keeper.submitted
+        if keeper.failure or not self._pace.wait_applied(keeper, last, deadline.left_s()) or keeper.failure:
+            raise NotDurable(f"step {last} is acked up to {keeper.progress().acked} and not applied: {self._reports.why(keeper)}")
+
+    def _publish(self, keeper: Keeper, deadline: Deadline) -> None:
+        if keeper.submitted > 0 and not keeper.publish(deadline.left_s()):
+            raise NotDurable(f"the full checkpoint at step {keeper.submitted} is not published: {self._reports.why(keeper)}")
+
+    def _finish(self, deadline: Deadline) -> None:
+        """Make the last step durable, and say if it was not checkpointed."""
+        keeper = self._keeper
+        if keeper is None:
+            return
+        behind = keeper.submitted != self._step
+        with suppress(NotDurable) if behind else nullcontext():
+            self._make_durable(keeper, deadline)
+        if behind:
+            raise NotDurable(f"step {self._step} was not checkpointed, the last is {keeper.submitted}: {self._reports.why(keeper)}")
+
+    def _make_durable(self, keeper: Keeper, deadline: Deadline) -> None:
+        self._apply_all(keeper, deadline)
+        last = keeper.submitted
+        if keeper.progress().durable < last:
+            self._publish(keeper, deadline)
+        keeper.shared.wait(lambda: not keeper.uploading, deadline.left_s())
+        keeper.keep_identity(deadline.left_s())
         if keeper.failure is not None:
             raise NotDurable(f"step {last} will not be restored: {keeper.failure}")
         late = keeper.progress().durable < last
@@ -292,11 +322,12 @@ class Checkpointer:
             )
         self._reports.say(keeper, raising=self._config.on_error == "raise")
 
-    def _release(self) -> None:
+    def _release(self, deadline: Deadline) -> None:
         self._forgotten.end()
-        self._generations.end()
+        self._generations.end(deadline)
         if self._start is not None:
             self._start.release()
+        self._released = True
 
     def _refuse_closed(self, what: str) -> None:
         if self._closed:

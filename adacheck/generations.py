@@ -6,6 +6,7 @@ Training goes on meanwhile; the hooks do nothing until the new generation begins
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from adacheck import start
 from adacheck.backends.base import Backend
@@ -15,6 +16,7 @@ from adacheck.capture.hooks import Capture
 from adacheck.capture.inventory import Inventory
 from adacheck.capture.pieces import PieceWriter
 from adacheck.config import StoreConfig
+from adacheck.deadline import Deadline
 from adacheck.errors import AdacheckError, Detached
 from adacheck.keeper.certify import Certifier
 from adacheck.keeper.driver import Keeper
@@ -33,7 +35,24 @@ RETRY_STEPS = 32
 BLOCK_DEADLINE_S = 60.0
 """Longest the trainer waits for a block before the keeper is taken for stuck, and training goes on without it."""
 
+END_S = 1.0
+"""What a keeper's threads have to end after all else has used up the deadline: enough, unless one waits for a tier that is away."""
+
 _log = logging.getLogger("adacheck")
+
+
+@dataclass
+class _GivenUp:
+    """What is known of a keeper that gave up; the next keeper makes it void.
+
+    Attributes:
+        retry_at: the step at which the next keeper may begin.
+        taking: takes the incarnation for it.
+    """
+
+    keeper: Keeper
+    retry_at: int
+    taking: Taking | None = None
 
 
 class Generations:
@@ -55,8 +74,7 @@ class Generations:
         self.pace = Pace()
         self.before_gap = (-1, 0, 0)
         self._budget = 0
-        self._retry_at: int | None = None
-        self._taking: Taking | None = None
+        self._given_up: _GivenUp | None = None
 
     def begin(self, begun: start.Start, cut: Cut | None) -> None:
         """Bring the copies into the incarnation at the cut, which the live tensors have been written from, and start the keeper.
@@ -74,43 +92,48 @@ class Generations:
 
     def go_on(self, begun: start.Start, step: int) -> None:
         """After the keeper gave up: begin a new generation at this step, if its threads have ended, `RETRY_STEPS` have passed,
-        and the next incarnation is taken, for which no step waits."""
+        and the next incarnation is taken, for which no step waits.
+
+        An interrupt may end any call of it at any line: what a call leaves behind is where the next one goes on.
+        """
         failed = self.keeper
         assert failed is not None, "only a keeper that was begun can give up"
-        if self._retry_at is None:
-            self._retry_at = step + RETRY_STEPS
-            self.capture.suspended = True
+        self.capture.suspended = True
+        if failed.running:
             failed.stop(0.0)
-        if step < self._retry_at or failed.running:
+        if self._given_up is None or self._given_up.keeper is not failed:
+            self._given_up = _GivenUp(failed, step + RETRY_STEPS)
+        given_up = self._given_up
+        if step < given_up.retry_at or failed.running:
             return
-        taking = self._taking = self._taking or Taking(begun, failed.shared.chain)
+        taking = given_up.taking = given_up.taking or Taking(begun, failed.shared.chain)
         if taking.running:
             return
-        self._taking, self._retry_at = None, step + RETRY_STEPS
         try:
             taken = taking.result()
         except (AdacheckError, BackendError) as error:
+            given_up.taking, given_up.retry_at = None, step + RETRY_STEPS
             _log.warning("checkpoints cannot begin again yet: %s", error)
             return
         chain = begin_generation(begun, failed.shared.chain, taken, step)
-        old, self._retry_at = status_of(step, failed, self.before_gap, 0.0, 0.0), None
+        old = status_of(step, failed, self.before_gap, 0.0, 0.0)
         self.before_gap = (step, old.committed, old.durable)
         self.capture.writer.close()
         self.blocks = Blocks(self.blocks.count, self.blocks.deadline_s, self.blocks.blocked_s)
         self.capture.writer = PieceWriter(self.blocks, self._submit)
-        self._make(chain, taken.fulls).start()
-        self.capture.suspended = False
+        self._make(chain, taken.fulls).start()  # last: a keeper whose start was interrupted counts as one that gave up
         _log.warning("checkpoints begin again with step %d; steps %d to %d cannot be restored", step + 1, old.committed + 1, step)
 
-    def end(self) -> None:
-        """Stop copying, and the keeper; its files are the caller's to close."""
+    def end(self, deadline: Deadline) -> None:
+        """Stop copying, and the keeper; its files are the caller's to close. Its threads have `END_S` even after the deadline."""
         self.capture.writer.close()
         if self.keeper is not None:
-            self.keeper.stop(self._config.deadline_s)
+            self.keeper.stop(max(deadline.left_s(), END_S))
 
     def _make(self, chain: ChainState, fulls: tuple[FullEntry, ...]) -> Keeper:
         self.keeper = Keeper(chain, self._config, self._budget, self.blocks, self._objects, fulls)
         self.capture.restored(chain.shadow)
+        self.capture.suspended = False
         return self.keeper
 
     def _submit(self, message: object) -> None:

@@ -6,6 +6,7 @@ import time
 
 from adacheck.capture.blocks import Blocks, PoolEmpty
 from adacheck.commit import SingleProcess
+from adacheck.deadline import Deadline
 from adacheck.keeper.driver import Keeper
 
 
@@ -23,12 +24,12 @@ class Pace:
 
     def wait_applied(self, keeper: Keeper, step: int, deadline_s: float) -> bool:
         """Wait until the shadow is at `step`, running the round that lets it get there; whether it is in time."""
-        deadline, shared = time.monotonic() + deadline_s, keeper.shared
+        deadline, shared = Deadline.after(deadline_s), keeper.shared
         shared.wait(lambda: shared.chain.progress.acked >= step, deadline_s)
         self.round(keeper)
         progress = keeper.progress()
         shared.allow(progress.committed, progress.durable)
-        return shared.wait(lambda: shared.chain.memory.least_base >= step, deadline - time.monotonic())
+        return shared.wait(lambda: shared.chain.memory.least_base >= step, deadline.left_s())
 
     def keep(self, keeper: Keeper, most: int, blocks: Blocks) -> None:
         """Wait while more than `most` steps are not applied yet, so that the log does not outgrow what it is said to need.

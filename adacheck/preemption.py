@@ -21,7 +21,8 @@ def finish_on_sigterm(finish: Callable[[], None]) -> bool:
     if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _on_sigterm):
         return False
     signal.signal(signal.SIGTERM, _on_sigterm)
-    _finishers.append(finish)
+    if finish not in _finishers:
+        _finishers.append(finish)
     return True
 
 

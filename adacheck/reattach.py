@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from adacheck import catalogue, history, incarnations
 from adacheck.backends.base import Created, Expect
+from adacheck.background import Background
 from adacheck.errors import Superseded
 from adacheck.keeper.cut import NO_CUT
 from adacheck.keeper.nvme import NvmeCopy
@@ -36,19 +37,20 @@ class Taken:
 
 
 class Taking:
-    """Takes the next incarnation after `old` has ended, in a `thread` that runs from the beginning."""
+    """Takes the next incarnation after `old` has ended, in a thread that runs from the first look on, until `done`."""
 
     def __init__(self, start: Start, old: ChainState) -> None:
         self._start, self._old = start, old
         self._taken: Taken | None = None
         self._error: Exception | None = None
-        self.thread = threading.Thread(target=self._run, name="adacheck-again", daemon=True)
-        self.thread.start()
+        self._thread = Background(self._run, "adacheck-again")
+        self.done = threading.Event()
 
     @property
     def running(self) -> bool:
         """Whether the object tier has not answered yet."""
-        return self.thread.is_alive()
+        self._thread.start()
+        return not self.done.is_set()
 
     def result(self) -> Taken:
         """What was taken, once it does not run any more.
@@ -67,6 +69,7 @@ class Taking:
             self._taken = take_next(self._start, self._old)
         except Exception as error:  # for the trainer, which asks for the result
             self._error = error
+        self.done.set()
 
 
 def take_next(start: Start, old: ChainState) -> Taken:

@@ -54,9 +54,10 @@ class Gate:
                 self._state.notify_all()
 
     def close(self) -> bool:
-        """Let no call begin any more, wait for those under way, and say whether the caller is the one to release things.
+        """Let no call begin any more, wait for those under way, and say whether the caller may release things.
 
-        `False` for a second close, and in a forked child, whose parent goes on using what is shared.
+        `False` in a forked child, whose parent goes on using what is shared. What is released must bear it twice: an interrupt may
+        come between, and the next close then does the rest.
 
         Raises:
             Busy: called from inside a call of the same backend (by the generator of a batch), which could never end.
@@ -66,6 +67,6 @@ class Gate:
         if getattr(self._own, "depth", 0):
             raise Busy(f"{self._name} cannot be closed from inside one of its own calls; close it after the batch")
         with self._state:
-            first, self._closed = not self._closed, True
+            self._closed = True
             self._state.wait_for(lambda: self._calls == 0)
-        return first
+        return True

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 import adacheck
+from adacheck import deadline, generations
 from adacheck.checkpointer import Checkpointer
 from adacheck.errors import AdacheckError, Closed, ConfigError, Detached, NoCut, NotDurable, NotRestored, StateMismatch, UnsupportedTensor
+from adacheck.keeper.driver import Keeper
+from adacheck.keeper.shared import Shared
 from tests.survival import adamw, backward, job_of, mlp, plain
 from tests.training import Job, kill, opened, restored_bits
 
@@ -111,8 +114,9 @@ def test_everything_is_refused_after_close(tmp_path: Path) -> None:
         ckpt.close()
         with pytest.raises(Closed, match=r"step\(\) was called after close\(\), which came at step 2"):
             ckpt.step()
-        with pytest.raises(Closed, match=r"restore\(\)"):
-            ckpt.restore()
+        for call in (ckpt.restore, ckpt.drain, ckpt.publish_full):
+            with pytest.raises(Closed, match=rf"{call.__name__}\(\)"):
+                call()
         ckpt.close()
         assert ckpt.status().step == 2
 
@@ -136,6 +140,127 @@ def test_close_says_what_stopped_the_keeper(tmp_path: Path) -> None:
         with pytest.raises(NotDurable, match=r"step 4 .*the disk has caught fire"):
             ckpt.close()
         assert keeper_threads() == []
+
+
+def test_one_deadline_bounds_all_of_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait takes half of what it is given, on a clock that nothing else moves."""
+    now, given = [0.0], dict[str, float]()
+
+    def slow(kind: type, name: str) -> None:
+        real = getattr(kind, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            given[name] = args[-1]
+            now[0] += args[-1] / 2
+            return real(self, *args[:-1], 20.0)
+
+        monkeypatch.setattr(kind, name, call)
+
+    job = make(1)
+    with opened(f"file://{tmp_path}", job, deadline_s=1000) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, 3)
+        monkeypatch.setattr(deadline, "clock", lambda: now[0])
+        for kind, name in ((Shared, "wait"), (Keeper, "keep_identity"), (Keeper, "stop")):
+            slow(kind, name)
+        ckpt.close()
+    assert given.keys() == {"wait", "keep_identity", "stop"} and given["stop"] > generations.END_S
+    assert now[0] + given["stop"] / 2 <= 1000
+
+
+# threads
+
+
+class Waiting:
+    """Part of `extra` that is saved when it may be."""
+
+    def __init__(self) -> None:
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+        self.may_go_on.set()
+
+    def state_dict(self) -> dict[str, int]:
+        self.reached.set()
+        assert self.may_go_on.wait(20)
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def started(call: Callable[[], object], name: str) -> threading.Thread:
+    thread = threading.Thread(target=call, name=name)
+    thread.start()
+    return thread
+
+
+def test_a_second_thread_in_step_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    job, item = make(1), Waiting()
+    job.extra = {"item": item}
+    with opened(f"file://{tmp_path}", job) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, 2)
+        plain(job, 3)
+        item.may_go_on.clear()
+        item.reached.clear()
+        other = started(ckpt.step, "the-other")
+        assert item.reached.wait(20)
+        with pytest.raises(AdacheckError, match=r"step\(\) was called by thread MainThread while thread the-other was in step\(\)"):
+            ckpt.step()
+        item.may_go_on.set()
+        other.join(20)
+        job.train(ckpt, 3, 4)
+        ckpt.close()
+        live = job.bits()
+        assert ckpt.status().committed == 4 and ckpt.status().failure is None
+
+    def fresh(seed: int) -> Job:
+        job = make(seed)
+        job.extra = {"item": Waiting()}
+        return job
+
+    assert restored_bits(f"file://{tmp_path}", fresh, 4) == live
+
+
+def test_an_optimizer_that_steps_while_another_thread_is_in_step(tmp_path: Path) -> None:
+    """The training goes on; the cut in the making may be of no moment at all, and is none."""
+    job, item = make(1), Waiting()
+    job.extra = {"item": item}
+    with opened(f"file://{tmp_path}", job) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, 2, settle=True)
+        item.may_go_on.clear()
+        item.reached.clear()
+        other = started(ckpt.step, "the-other")
+        assert item.reached.wait(20)
+        plain(job, 3)
+        item.may_go_on.set()
+        other.join(20)
+        with pytest.raises(NotDurable, match=r"optimizer.step\(\) was called by thread MainThread while thread the-other was in step\(\)"):
+            ckpt.close()
+        assert ckpt.status().committed == 2
+
+
+def test_step_while_another_thread_is_in_the_optimizer(tmp_path: Path) -> None:
+    job, item = make(1), Waiting()
+
+    def wait() -> None:
+        item.state_dict()
+
+    with opened(f"file://{tmp_path}", job) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, 2)
+        item.may_go_on.clear()
+        job.optimizer.register_step_post_hook(lambda *_: wait())
+        hooks: Any = job.optimizer
+        hooks._optimizer_step_post_hooks.move_to_end(next(reversed(hooks._optimizer_step_post_hooks)), last=False)
+        other = started(lambda: plain(job, 3), "the-other")
+        assert item.reached.wait(20)
+        with pytest.raises(
+            AdacheckError, match=r"step\(\) was called by thread MainThread while thread the-other was in optimizer.step\(\)"
+        ):
+            ckpt.step()
+        item.may_go_on.set()
+        other.join(20)
 
 
 # restore

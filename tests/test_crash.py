@@ -134,8 +134,8 @@ def test_a_crash_at_any_operation_around_a_new_generation_loses_nothing_durable(
             keeper.stop(20)  # else the number of steps until it has ended is anyone's guess
             while process.ckpt.status().failure is not None:
                 process.step(drain=False)
-                if (taking := process.ckpt._generations._taking) is not None:
-                    taking.thread.join(20)  # of which no step waits
+                if (given_up := process.ckpt._generations._given_up) is not None and given_up.taking is not None:
+                    given_up.taking.done.wait(20)  # of which no step waits
         process.step()
         recorder.take("the end")
         assert process.durable >= 11 if nvme else process.durable > 0

@@ -20,6 +20,7 @@ from adacheck.backends.base import Backend
 from adacheck.backends.object_store import ObjectStore
 from adacheck.checkpointer import Checkpointer
 from adacheck.config import parse
+from adacheck.deadline import Deadline
 from adacheck.preemption import forget
 from adacheck.store import Store
 
@@ -137,7 +138,7 @@ class Process:
         forget(self.ckpt._on_sigterm)
         self.ckpt._closed = True
         self.ckpt._capture.remove()
-        self.ckpt._release()
+        self.ckpt._release(Deadline.after(20))
 
 
 def plain_objects(root: Path) -> Backend:

@@ -21,6 +21,7 @@ from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.capture import opaque
 from adacheck.capture.rng import rng_state
 from adacheck.checkpointer import Checkpointer
+from adacheck.deadline import Deadline
 from adacheck.errors import Detached
 from adacheck.keeper.scan import Scan, scan
 from adacheck.manifests.record import Increment
@@ -113,7 +114,7 @@ def kill(ckpt: Checkpointer) -> None:
     ckpt._capture.remove()
     if ckpt._keeper is not None:
         ckpt._keeper.shared.fail(Detached("killed by a test"))
-    ckpt._release()
+    ckpt._release(Deadline.after(ckpt._config.deadline_s))
 
 
 def restored_bits(uri: str, make: Callable[[int], Job], step: int, **options: Any) -> dict[str, str]:

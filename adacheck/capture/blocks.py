@@ -61,9 +61,13 @@ class Blocks:
     blocked_s: float = 0.0
     _free: list[Block] = field(default_factory=list)
     _made: int = 0
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # taken by itself, as in `Shared`
+    _changed: threading.Condition = field(init=False)
     _open: Block | None = None
     _filled: int = 0
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition(self._lock)
 
     def reserve(self, size: int) -> Slice:
         """Room for `size` bytes, at most `SEGMENT_BYTES_MAX`, to be written by the caller; small ones share a block.
@@ -80,7 +84,7 @@ class Blocks:
             self._open, self._filled = self._take(), 0
             self._open.pieces = 1  # held open by the writer, besides its pieces
         piece = Slice(self._open, self._filled, size)
-        with self._changed:
+        with self._lock:
             self._open.pieces += 1
         self._filled += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return piece
@@ -96,7 +100,7 @@ class Blocks:
         self._release(piece.block)
 
     def _release(self, block: Block) -> None:
-        with self._changed:
+        with self._lock:
             block.pieces -= 1
             assert block.pieces >= 0, "a block was given back twice"
             if block.pieces == 0:
@@ -104,7 +108,7 @@ class Blocks:
                 self._changed.notify()
 
     def _take(self) -> Block:
-        with self._changed:
+        with self._lock:
             if self._free:
                 return self._free.pop()
             if self._made < self.count:

@@ -12,11 +12,13 @@ from collections.abc import Callable
 
 import torch
 
+from adacheck.background import Background
 from adacheck.errors import Detached
 from adacheck.keeper.submission import Piece
 from adacheck.threads import set_threads
 
-_Job = tuple[torch.Tensor, Piece]
+_Job = tuple[torch.Tensor, Piece] | threading.Event
+"""A range to copy, or what to set when all before it is copied. Nothing is counted: an interrupt may come between any two lines."""
 
 
 class Copier:
@@ -25,53 +27,49 @@ class Copier:
     def __init__(self, submit: Callable[[Piece], None]) -> None:
         self._submit = submit
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._open = 0
+        self._waited = True
         self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = Background(self._run, "adacheck-copy")
 
     def copy(self, source: torch.Tensor, piece: Piece) -> None:
         """Have a flat uint8 tensor copied to where `piece` says, and the piece submitted. `source` must not change before `wait`."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="adacheck-copy", daemon=True)
-            self._thread.start()
-        with self._changed:
-            self._open += 1
+        self._thread.start()
+        self._waited = False
         self._queue.put((source, piece))
 
     def wait(self) -> None:
         """Until everything handed over is copied."""
-        if self._thread is None:
+        if self._waited:
             return
-        with self._changed:
-            self._changed.wait_for(lambda: self._open == 0)
-            if self._failure is not None:
-                raise Detached(f"a gradient could not be copied: {self._failure}") from self._failure
+        copied = threading.Event()
+        self._queue.put(copied)
+        copied.wait()
+        self._waited = True
+        if self._failure is not None:
+            raise Detached(f"a gradient could not be copied: {self._failure}") from self._failure
 
     def stop(self) -> None:
         """End the thread after what it has."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        self._queue.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
         set_threads(1)
         copied: list[Piece] = []
         while (job := self._queue.get()) is not None:
-            source, piece = job
-            try:
-                piece.where.tensor().copy_(source)
-            except BaseException as error:
-                self._failure = error
-            del source, job
-            copied.append(piece)
-            if self._open == 1:  # caught up; sooner, the keeper's work on them would take this thread's core
+            done = job if isinstance(job, threading.Event) else None
+            if not isinstance(job, threading.Event):
+                source, piece = job
+                try:
+                    piece.where.tensor().copy_(source)
+                except BaseException as error:
+                    self._failure = error
+                del source
+                copied.append(piece)
+            del job
+            if done is not None or self._queue.empty():  # sooner, the keeper's work on them would take this thread's core
                 for piece in copied:
                     self._submit(piece)
                 copied.clear()
-            with self._changed:
-                self._open -= 1
-                if self._open == 0:
-                    assert not copied, "whoever waits relies on every piece being submitted"
-                    self._changed.notify_all()
+            if done is not None:
+                done.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from adacheck.kernel import certificate_key, hyperparameters, kernel_of, replaya
 from adacheck.manifests.record import Derived, Event, Group, Kernel, StateSpec
 from adacheck.optimizers import Declaration, declaration
 from adacheck.states import dtype_name
+from adacheck.turn import Turn
 
 _log = logging.getLogger("adacheck")
 
@@ -67,10 +69,12 @@ class Capture:
         self.writer, self._verdicts, self._failed = writer, verdicts, failed
         self._clip, self._watch, self._quiet = ClipCoefficients(), Watch(), QuietOptimizers()
         self.gradients = Gradients(inventory)
+        self.turn = Turn()
         self._strangers, self._hooks = Strangers(inventory), StepHooks(inventory.optimizers)
         self._step = _Step()
         self._signatures = {name: inventory.signature(name) for name in inventory.optimizers}
         self._depth: dict[str, int] = {}
+        self._stepper: dict[str, threading.Thread] = {}  # who is, or was last, inside the step of each optimizer
         self._stepping: dict[str, set[int]] = {}  # states that the present call of each optimizer's step changes, as far as is known
         self._copying: list[tuple[int, torch.Tensor, int]] = []  # state, gradient, and its version when it was handed over
         self._sent: dict[int, StateSpec] = {}  # what each state was when it last went whole
@@ -161,6 +165,11 @@ class Capture:
     def _look_again(self) -> None:
         self._look()
         for name, depth in self._depth.items():
+            if depth and (stepper := self._stepper[name]) is not threading.current_thread() and stepper.is_alive():
+                raise AdacheckError(
+                    f"step() was called by thread {threading.current_thread().name} while thread {stepper.name} was in optimizer.step(): "
+                    "call them from one thread at a time"
+                )
             if depth:  # a step that raised: how far it came is unknown
                 self._step.stepped.update({n: "raised" for n, live in self.inventory.states.items() if live.optimizer_name == name})
 
@@ -184,7 +193,8 @@ class Capture:
             return  # a forked child, which has no keeper
         begun = time.perf_counter()
         try:
-            hook(name, optimizer, args, kwargs)
+            with self.turn.of("optimizer.step()"):
+                hook(name, optimizer, args, kwargs)
         except (PoolEmpty, AdacheckError) as error:
             self.suspended = True
             self._failed(error)
@@ -192,7 +202,7 @@ class Capture:
             self._blocked_s += time.perf_counter() - begun
 
     def _before_step(self, name: str, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._depth[name] = self._depth.get(name, 0) + 1
+        self._depth[name], self._stepper[name] = self._depth.get(name, 0) + 1, threading.current_thread()
         if self.suspended or self._depth[name] > 1:
             return
         if self.inventory.signature(name) != self._signatures[name]:

@@ -11,6 +11,7 @@ from adacheck.backends.base import Backend
 from adacheck.backends.errors import BackendError
 from adacheck.capture.blocks import Blocks
 from adacheck.config import StoreConfig
+from adacheck.deadline import Deadline
 from adacheck.errors import AdacheckError, Detached, ForeignRun, Superseded
 from adacheck.keeper import proof
 from adacheck.keeper.apply_thread import ApplyThread
@@ -48,6 +49,7 @@ class Keeper:
         self._full_thread = FullThread(self.shared, objects, config.full_every, config.keep, config.log_steps, fulls)
         self._apply_thread = ApplyThread(self.shared, window, self._full_thread, config.log_steps)
         self.submitted = chain.cut
+        self._started = False
         bodies = {"log": self._log_thread.run, "apply": self._apply_thread.run, "full": self._full_thread.run}
         self._threads = [
             threading.Thread(target=self._run, args=(body,), name=f"adacheck-{name}", daemon=True) for name, body in bodies.items()
@@ -57,24 +59,30 @@ class Keeper:
         """Start the threads."""
         for thread in self._threads:
             thread.start()
+        self._started = True
 
     def stop(self, deadline_s: float) -> None:
-        """End the threads once what is queued is logged; what is not committed is not applied. With 0, do not wait for them."""
-        with self.shared.changed:
+        """End the threads once what is queued is logged; what is not committed is not applied. With 0, do not wait for them.
+
+        May be called again, as an interrupt may have kept the first call from reaching all of them.
+        """
+        deadline = Deadline.after(deadline_s)
+        with self.shared.lock:
             self.shared.stopping = True
             self.shared.changed.notify_all()
         self._log_thread.submit(None)
         self._full_thread.stop()
         for thread in self._threads:
-            thread.join(timeout=deadline_s)
+            if thread.is_alive():
+                thread.join(timeout=deadline.left_s())
             if thread.is_alive() and deadline_s > 0:
                 _log.warning("thread %s has not ended within %.0f s and is left behind", thread.name, deadline_s)
 
     def submit(self, message: Message) -> None:
         """Take over a piece, or the draft that ends its step; never blocks."""
+        self._log_thread.submit(message)
         if isinstance(message, Draft):
             self.submitted = message.step
-        self._log_thread.submit(message)
 
     @property
     def running(self) -> bool:
@@ -83,17 +91,17 @@ class Keeper:
 
     @property
     def failure(self) -> AdacheckError | None:
-        """What stopped the keeper."""
-        return self.shared.failure
+        """What stopped the keeper, or kept it from starting."""
+        return self.shared.failure or (None if self._started else Detached("the keeper's start was interrupted"))
 
     def progress(self) -> Progress:
         """The watermarks now."""
-        with self.shared.changed:
+        with self.shared.lock:
             return self.shared.chain.progress
 
     def learn(self, reduced: tuple[int, ...]) -> Progress:
         """Take in a finished round of the trainers."""
-        with self.shared.changed:
+        with self.shared.lock:
             self.shared.chain.progress = after_round(self.shared.chain.progress, reduced)
             return self.shared.chain.progress
 
@@ -107,25 +115,32 @@ class Keeper:
 
     def publish(self, deadline_s: float) -> bool:
         """Have a full checkpoint of the last step published, which is applied; tried again until the deadline. Whether it is."""
-        shared, end = self.shared, time.monotonic() + deadline_s
+        shared, deadline = self.shared, Deadline.after(deadline_s)
         shared.wait(lambda: not self.uploading, deadline_s)
         while shared.chain.progress.published < self.submitted:
             self.request_full()
-            shared.wait(lambda: not (self.uploading or shared.full_wanted), end - time.monotonic())
+            shared.wait(lambda: not (self.uploading or shared.full_wanted), deadline.left_s())
             if shared.chain.progress.published < self.submitted:
-                if self.failure is not None or time.monotonic() + AGAIN_S > end:
+                if self.failure is not None or deadline.left_s() < AGAIN_S:
                     return False
                 time.sleep(AGAIN_S)
         return True
 
     def request_full(self) -> None:
         """Take a full checkpoint of the cut the shadow is at, or comes to next."""
-        with self.shared.changed:
+        with self.shared.lock:
             self.shared.full_wanted = True
             self.shared.changed.notify_all()
 
-    def keep_identity(self) -> None:
+    def keep_identity(self, deadline_s: float) -> None:
         """Before the end: the object tier still says whose it is, or the log on NVMe could not be restored with it."""
+        thread = threading.Thread(target=self._keep_identity, name="adacheck-identity", daemon=True)
+        thread.start()
+        thread.join(timeout=deadline_s)
+        if thread.is_alive():
+            self.shared.report("the object tier could not be looked at: it did not answer before the deadline")
+
+    def _keep_identity(self) -> None:
         try:
             self._full_thread.keep_identity()
             self._full_thread.check_newest()
@@ -159,7 +174,7 @@ class Keeper:
 
     def take_reports(self) -> list[str]:
         """What went wrong since the last call without stopping the keeper."""
-        with self.shared.changed:
+        with self.shared.lock:
             reports, self.shared.reports = self.shared.reports, []
             return reports
 

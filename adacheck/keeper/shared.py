@@ -58,7 +58,9 @@ class Shared:
     """A chain in the hands of a keeper.
 
     Attributes:
-        changed: guards `chain`'s protocol values and everything below; notified at every change.
+        lock: guards `chain`'s protocol values and everything below. The trainer's thread takes it by itself, not through `changed`, whose
+            `with` is made of several lines: an interrupt between them would leave it locked.
+        changed: notified at every change.
         applying: held while the shadow moves.
         nvme_alive: whether increments go to NVMe.
         committed, durable: how far the announcements allow the copies to go.
@@ -70,33 +72,37 @@ class Shared:
     nvme_alive: bool
     committed: int
     durable: int
-    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    changed: threading.Condition = field(init=False)
     applying: threading.Lock = field(default_factory=threading.Lock)
     stopping: bool = False
     full_wanted: bool = False
     failure: AdacheckError | None = None
     reports: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition(self.lock)
+
     def allow(self, committed: int, durable: int) -> None:
         """Learn watermarks that an announcement carries; they only grow."""
-        with self.changed:
+        with self.lock:
             self.committed, self.durable = max(self.committed, committed), max(self.durable, durable)
             self.changed.notify_all()
 
     def report(self, text: str) -> None:
         """Note something the user must hear of."""
-        with self.changed:
+        with self.lock:
             self.reports.append(text)
 
     def fail(self, failure: AdacheckError) -> None:
         """Stop the keeper: the first failure is the one told."""
-        with self.changed:
+        with self.lock:
             self.failure = self.failure or failure
             self.changed.notify_all()
 
     def wait(self, done: Callable[[], bool], deadline_s: float) -> bool:
         """Wait until `done` (called with the lock held), the keeper fails, or so many seconds have passed; whether it is done."""
-        with self.changed:
+        with self.lock:
             end = time.monotonic() + deadline_s
             self.changed.wait_for(lambda: done() or self.failure is not None, timeout=max(0.0, end - time.monotonic()))
             return done()
