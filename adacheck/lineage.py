@@ -37,9 +37,9 @@ def check_lineage(config: StoreConfig, objects: Backend, nvme: Backend) -> Incar
     own = "give this one another nvme=DIR, where it begins from its own newest full checkpoint"
     if taken is None:
         raise ForeignRun(
-            f"{log}, of which {config.address} knows nothing. Either a copy of this object tier, or the one it is a copy of, trains with that "
-            f"directory: {own}. Or this object tier was put back from an older copy: adacheck-fsck '{config.uri}' --repair makes it know "
-            "what the log says, and a start goes on from the log; another nvme=DIR leaves the log behind. Nothing was changed"
+            f"{log}, of which {config.address} knows nothing. Either a copy of this object tier, or the one it is a copy of, trains with "
+            f"that directory: {own}. Or this object tier was put back from an older copy: adacheck-fsck '{config.uri}' --repair makes it "
+            "know what the log says, and a start goes on from the log; another nvme=DIR leaves the log behind. Nothing was changed"
         )
     if is_other(fence, taken):
         raise ForeignRun(
