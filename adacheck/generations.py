@@ -132,6 +132,7 @@ class Generations:
 
     def _make(self, chain: ChainState, fulls: tuple[FullEntry, ...]) -> Keeper:
         self.keeper = Keeper(chain, self._config, self._budget, self.blocks, self._objects, fulls)
+        self._given_up = None  # the one before, with a shadow as large as this one's
         self.capture.restored(chain.shadow)
         self.capture.suspended = False
         return self.keeper

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +53,7 @@ def test_a_keeper_that_gave_up_is_begun_again_with_a_new_base(
         ckpt.step()
     ckpt.drain()
     assert ckpt._keeper is not None
+    old = weakref.ref(ckpt._keeper.shared.chain)
     ckpt._keeper.shared.fail(Detached("simulated: the keeper lost its window"))
     steps = 10
     while steps < 13 or ckpt.status().failure is not None:  # until its threads have ended and it was begun again
@@ -58,6 +61,8 @@ def test_a_keeper_that_gave_up_is_begun_again_with_a_new_base(
         ckpt.step()
         steps += 1
     assert sum("checkpoints have stopped" in record.message for record in caplog.records) == 1, "said once"
+    gc.collect()
+    assert old() is None, "its shadow is as large as the training state"
     for _ in range(12):
         train(model, optimizer)
         ckpt.step()
