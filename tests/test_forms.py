@@ -147,6 +147,16 @@ def test_every_stride_and_shared_memory(tmp_path: Path, caplog: pytest.LogCaptur
     survives(tmp_path, shapes, caplog)
 
 
+def test_frozen_parameters_without_elements(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        for at, shape in enumerate([(0,), (0, 3), (3, 0, 2)]):
+            model[0].register_parameter(f"none{at}", torch.nn.Parameter(torch.empty(shape), requires_grad=False))
+        return Job(model, {"optim": adamw(p for p in model.parameters() if p.requires_grad)}, plain)
+
+    survives(tmp_path, make, caplog)
+
+
 def lies(job: Job) -> dict[str, tuple[int, ...]]:
     """Strides of all tensors of a job."""
     found = {name: tensor.stride() for name, tensor in [*job.model.named_parameters(), *job.model.named_buffers()]}

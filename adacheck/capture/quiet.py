@@ -110,7 +110,8 @@ def _memory(tensor: torch.Tensor) -> np.ndarray:
 def _places(tensor: torch.Tensor, numbers: Sequence[int]) -> np.ndarray:
     """Where in `_memory` elements lie that are numbered in row-major order, whatever the strides."""
     at = np.full(len(numbers), tensor.storage_offset(), np.intp)
-    for index, stride in zip(np.unravel_index(numbers, tensor.shape), tensor.stride(), strict=True) if tensor.dim() else ():
+    indices = np.unravel_index(np.asarray(numbers, np.intp), tensor.shape) if tensor.dim() else ()
+    for index, stride in zip(indices, tensor.stride(), strict=True):
         at += index * stride
     return at
 
