@@ -13,7 +13,7 @@ import torch
 from adacheck.capture import opaque
 from adacheck.capture.inventory import LiveState
 from adacheck.same import same_bytes
-from adacheck.states import State, local_tensor
+from adacheck.states import State, flat_bytes, local_tensor
 
 
 def put_state(live: LiveState, state: State) -> None:
@@ -83,6 +83,6 @@ def write_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
         return
     as_it_is = not (destination.is_conj() or destination.is_neg())
     if destination.is_contiguous() and destination.device.type == "cpu" and as_it_is:
-        destination.reshape(-1).view(torch.uint8).copy_(source.reshape(-1).view(torch.uint8))
+        flat_bytes(destination).copy_(flat_bytes(source))
     else:
         _distinct(destination, destination).copy_(_distinct(source, destination))

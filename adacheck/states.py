@@ -50,9 +50,9 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order as a flat tensor of `uint8`: the same memory if they lie there so, else a copy."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if flat.numel() == 1:
-        flat = flat.as_strided((1,), (1,))  # a slice of one element keeps its stride, and torch will not view it as bytes
-    return flat.view(torch.uint8)
+    if flat.numel() < 2:
+        flat = flat.as_strided((flat.numel(),), (1,))  # a slice of one element keeps its stride, and torch will not view it as bytes
+    return flat.contiguous().view(torch.uint8)
 
 
 def local_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:

@@ -122,6 +122,41 @@ def test_gradients_that_nobody_zeroes(tmp_path: Path, caplog: pytest.LogCaptureF
     assert live == expected
 
 
+class Odd(torch.nn.Module):
+    """A parameter of one element that keeps the stride of the slice it is, and a complex one."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.one = torch.nn.Parameter(torch.randn(1, 5)[:, 0])
+        self.pairs = torch.nn.Parameter(torch.randn(12, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.pairs).sum(1).abs() * self.one
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("last", [1, 6])
+def test_gradients_whose_bytes_do_not_lie_one_after_the_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, to_none: bool, last: int
+) -> None:
+    def make(seed: int) -> Job:
+        model = Odd(seed)
+        assert model.one.stride() == (5,)
+        return Job(model, {"optim": torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)}, turning)
+
+    def turning(job: Job, n: int) -> None:
+        job.optimizer.zero_grad(set_to_none=to_none)
+        backward(job.model)
+        pairs = job.model.get_parameter("pairs")
+        assert pairs.grad is not None
+        pairs.grad = pairs.grad.resolve_conj().conj()
+        assert pairs.grad.is_conj()
+        job.optimizer.step()
+
+    survives(tmp_path, make, caplog, last=last)
+
+
 def test_gradients_that_the_other_optimizers_backward_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a GAN's generator leaves some on the discriminator, which here takes them into its next step."""
 

@@ -80,9 +80,10 @@ class Job:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    content = (
-        tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    )
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if plain.numel() == 1:
+        plain = plain.as_strided((1,), (1,))  # torch keeps the stride of a slice, and views nothing as bytes then
+    content = plain.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.blake2s(content).hexdigest()}"
 
 

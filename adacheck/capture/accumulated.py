@@ -22,6 +22,7 @@ import torch
 from adacheck.capture.beside import Beside
 from adacheck.capture.inventory import Inventory, LiveState
 from adacheck.capture.watch import version
+from adacheck.states import flat_bytes
 
 UNKNOWN_BYTES_MAX = 64 * 2**20
 """Most bytes of gradients that a cut keeps because nobody knows yet what becomes of them.
@@ -239,7 +240,7 @@ def _is_zero(gradient: torch.Tensor) -> bool:
     gradient = gradient.detach()
     if gradient.layout != torch.strided:
         return gradient.layout == torch.sparse_coo and gradient._nnz() == 0
-    return not gradient.contiguous().reshape(-1).view(torch.uint8).any()
+    return not flat_bytes(gradient).any()
 
 
 def _zeros(gradient: torch.Tensor) -> Any:
