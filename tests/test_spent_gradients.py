@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -253,7 +254,7 @@ def test_zeros_of_parameters_that_are_unfrozen(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize("how", ["in place", "anew", "graph"])
+@pytest.mark.parametrize("how", ["in place", "anew", "anew after", "anew in a hook", "graph"])
 @pytest.mark.parametrize("last", [1, 6])
 def test_gradients_that_are_carried_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, last: int, how: str) -> None:
     """As a momentum that the script keeps in the gradients themselves; with `create_graph` every sum is another tensor."""
@@ -265,9 +266,41 @@ def test_gradients_that_are_carried_on(tmp_path: Path, caplog: pytest.LogCapture
             elif parameter.grad is not None and how == "anew":
                 parameter.grad = parameter.grad * 0.5
         torch.autograd.backward(job.model(torch.randn(5, 12)).square().mean(), create_graph=how == "graph")
+        for parameter in job.model.parameters():
+            if parameter.grad is not None and how == "anew after":
+                parameter.grad = parameter.grad * 0.5
         job.optimizer.step()
 
-    survives(tmp_path, job_of(carrying, fused=False), caplog, last=last)
+    def make(seed: int) -> Job:
+        job = job_of(carrying, fused=False)(seed)
+        for parameter in job.model.parameters() if how == "anew in a hook" else ():
+            parameter.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
+        return job
+
+    def halve(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.5
+
+    survives(tmp_path, make, caplog, last=last)
+
+
+@pytest.mark.parametrize("last", [1, 2, 6])
+def test_zeros_that_are_carried_on_as_other_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture, last: int) -> None:
+    """As an average over accumulated batches makes them; of the part that was not used, too."""
+
+    def make(seed: int) -> Job:
+        model = Sometimes(seed)
+        return Job(model, {"optim": adamw(model.parameters(), weight_decay=0.1)}, averaging)
+
+    def averaging(job: Job, n: int) -> None:
+        job.model.used = n in (1, 4, 5, 6)  # type: ignore[assignment]
+        job.optimizer.zero_grad(set_to_none=False)
+        backward(job.model)
+        for parameter in job.model.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad / 2
+        job.optimizer.step()
+
+    survives(tmp_path, make, caplog, last=last)
 
 
 # Parameters whose masters are stepped
@@ -374,6 +407,45 @@ def test_so_are_those_of_parameters_with_masters(tmp_path: Path) -> None:
     assert kept(tmp_path, lambda seed: mastered(seed, torch.bfloat16, stepping)) == [names | {f"0.0.{i}" for i in range(4)}, set(), set()]
 
 
+def test_so_are_those_that_another_optimizers_backward_adds_to_first(tmp_path: Path) -> None:
+    """As a GAN's generator adds to its discriminator's, which are dropped only after that."""
+
+    def make(seed: int) -> Job:
+        model = mlp(seed)
+        return Job(model, {"generator": adamw(model[0].parameters()), "discriminator": adamw(model[2].parameters())}, in_turn)
+
+    def in_turn(job: Job, n: int) -> None:
+        first, then = job.optimizers.values()
+        first.zero_grad()
+        backward(job.model)
+        first.step()
+        then.zero_grad()
+        made = job.model.get_submodule("0")(torch.randn(5, 12)).detach()
+        torch.autograd.backward(job.model.get_submodule("2")(made).square().mean())
+        then.step()
+
+    assert kept(tmp_path, make) == [ALL, set(), set()]
+
+
+def test_so_are_those_in_memory_that_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the buckets of DistributedDataParallel with `gradient_as_bucket_view`: dropped, filled anew, and the same tensors again."""
+
+    def make(seed: int) -> Job:
+        job = job_of(plain)(seed)
+        for parameter in job.model.parameters():
+            bucket = torch.empty_like(parameter.detach())
+            parameter.register_post_accumulate_grad_hook(partial(fill, bucket))  # type: ignore[no-untyped-call]
+        return job
+
+    def fill(bucket: torch.Tensor, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = bucket.copy_(parameter.grad)
+
+    assert kept(tmp_path, make) == [ALL, set(), set()]
+    survives(tmp_path / "survives", make, caplog, last=1)
+    assert "lack it" not in caplog.text
+
+
 def half_trained(iterate: Callable[[Job, int], None]) -> Make:
     """Jobs of which half the parameters are in no optimizer, and are not frozen either: their gradients sum up."""
 
@@ -446,3 +518,32 @@ def test_a_note_goes_with_its_tensor() -> None:
     assert notes.get(parameter.grad.clone()) is None
     parameter.grad = None
     assert not notes._notes
+
+
+def test_a_backward_pass_in_two_threads_is_no_error(tmp_path: Path) -> None:
+    """The hook on a parameter may be called again while its first call is about to take it away."""
+    job = job_of(plain)(1)
+    with opened(f"file://{tmp_path}", job, **OPTIONS) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, 1)
+        gradients, live = ckpt._capture.gradients, ckpt._inventory.by_optimizer["optim"][0]
+        job.optimizer.zero_grad()
+        for _ in range(2):
+            gradients._backward(live, torch.zeros(17, 12))
+        assert gradients._questions[live.fqn].gone and live.fqn not in gradients._listening
+
+
+def test_pickling_a_master_warns_of_nothing(tmp_path: Path) -> None:
+    """A master is a plain tensor, of which torch warns if it has hooks; a warning is an error here."""
+    copies = [torch.zeros(3, requires_grad=True)]
+
+    def stepping(job: Job, n: int) -> None:
+        copies[0].grad = torch.ones(3)
+        job.optimizer.step()
+
+    job = Job(mlp(1), {"optim": adamw(copies)}, stepping)
+    with opened(f"file://{tmp_path}/run", job, **OPTIONS) as ckpt:
+        ckpt.restore()
+        job.train(ckpt, 0, 1)
+        assert ckpt._capture.gradients._listening
+        torch.save(copies, tmp_path / "masters.pt")

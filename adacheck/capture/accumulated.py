@@ -3,7 +3,8 @@
 In mid-accumulation that is their sum so far. One that an optimizer has used is spent, and what becomes of it is up to the script: most drop
 it before the next backward pass; some zero it, which is not the same where a part of the model then takes no part; some add to it. To put
 back what it held is right in every case, and costs its bytes at every step. So what the script does is learned, from the first spent
-gradient of each parameter on (`_Habit`): what is dropped is not kept, what is zeroed comes back as zeros, all else as it is.
+gradient of each parameter on (`_Habit`): what is dropped is not kept, what is zeroed comes back as zeros, all else as it is. Another tensor
+in its place may hold what was added to it (`p.grad = p.grad / n`), and the same one again may not (a bucket of DistributedDataParallel).
 
 A parameter that no attached optimizer has may have a master that one has. Which of them is not known, so its gradient counts as used by
 each optimizer that stepped since it was last written to, and a habit is one for each such set: what one of two optimizers leaves may be
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from adacheck.capture.beside import Beside
 from adacheck.capture.inventory import Inventory, LiveState
@@ -54,18 +56,31 @@ class _Habit(NamedTuple):
         outlives: it is there at the next use; else it is dropped.
         zeroed: whether it is zeroed before the next gradient is added to it; `None` if that is not known.
         writes: how often it was written to up to the next use when that was learned. As long as that is the same, the script still does it.
+        returns: a dropped one may be there again at the next use, as memory that the script fills with each new gradient.
     """
 
     outlives: bool
     zeroed: bool | None = None
     writes: int = 0
+    returns: bool = False
 
 
 class _Question(NamedTuple):
-    """What becomes of the gradient that the last cut found; `zeroed` as the next backward pass found it, `None` before that."""
+    """What becomes of the gradient that the last cut found.
+
+    Attributes:
+        users: as in its mark.
+        restored: a restore has just put it back, in memory that is not the script's own.
+        zeroed: as the next backward pass found it; `None` before that.
+        summed: that pass has added to it.
+        gone: it was dropped before that pass, or before a later one.
+    """
 
     users: frozenset[str]
+    restored: bool = False
     zeroed: bool | None = None
+    summed: bool = False
+    gone: bool = False
 
 
 class Gradients:
@@ -76,10 +91,11 @@ class Gradients:
         self._marks = Beside[_Mark]()
         self._habits: dict[tuple[str, frozenset[str]], _Habit] = {}
         self._questions: dict[str, _Question] = {}
-        self._listening: dict[str, torch.utils.hooks.RemovableHandle] = {}
+        self._listening: dict[str, tuple[RemovableHandle, ...]] = {}
         self._left_out: set[str] = set()  # parameters whose gradient the last cut lacks
         self._cuts = 0
         self._any_outlives = self._said = False
+        self._reached = False  # a backward pass has come by a parameter while somebody listened
 
     def spend(self, name: str) -> None:
         """Note that an optimizer has just stepped, and see what became of the gradients since the last cut."""
@@ -88,12 +104,12 @@ class Gradients:
             gradient = live.parameter.grad
             question = self._questions.pop(live.fqn, None) if self._questions else None
             mark = None if gradient is None else self._marks.get(gradient)
-            if mark is None and question is not None:
-                self._habits[live.fqn, question.users] = _Habit(outlives=False)
+            if question is not None and (question.gone or mark is None):
+                self._replaced(live, question, mark)
             if gradient is None or gradient.is_inference():  # which has no version counter, and is kept as it is
                 continue
             now = version(gradient)
-            if mark is not None and mark.cut < self._cuts:
+            if mark is not None and mark.cut < self._cuts and not (question is not None and question.gone):
                 if live.optimizer is None and mark.version == now:  # nothing happened to it, and this optimizer may not be its user
                     if question is not None:
                         self._questions[live.fqn] = question
@@ -109,7 +125,7 @@ class Gradients:
             apart: parameters that an optimizer steps which is not attached.
         """
         self._cuts += 1
-        self._questions.clear()
+        self._questions = {fqn: question for fqn, question in self._questions.items() if question.gone}  # nothing undoes that
         self._left_out.clear()
         found: dict[str, Any] = {}
         unknown: list[tuple[LiveState, torch.Tensor, frozenset[str]]] = []
@@ -122,8 +138,8 @@ class Gradients:
                 found[live.fqn] = {"users": [], "gradient": _content(gradient)}
                 continue
             habit = self._habits.get((live.fqn, mark.users))
-            if habit is None or (habit.outlives and habit.zeroed is None):
-                self._ask(live, mark.users)
+            if habit is None or habit.returns or (habit.outlives and habit.zeroed is None):
+                self._ask(live, _Question(mark.users))
             if habit is None or (habit.outlives and habit.zeroed is None and not self._may_be_used(live)):
                 unknown.append((live, gradient, mark.users))
             elif habit.outlives and (habit.zeroed or self._may_be_used(live)):
@@ -149,7 +165,7 @@ class Gradients:
             if gradient is not None and saved is not None and saved["users"]:
                 users = frozenset(saved["users"])
                 self._marks.put(gradient, _Mark(version(gradient), users, self._cuts))
-                self._ask(live, users)
+                self._ask(live, _Question(users, restored=True))
         self._cuts += 1
 
     def waiting(self) -> bool:
@@ -164,9 +180,8 @@ class Gradients:
 
     def remove(self) -> None:
         """Take every hook away."""
-        for handle in self._listening.values():
-            handle.remove()
-        self._listening.clear()
+        for fqn in list(self._listening):
+            self._stop_listening(fqn)
 
     def _trained(self) -> Iterator[LiveState]:
         for name in self._inventory.optimizers:
@@ -175,26 +190,37 @@ class Gradients:
 
     def _may_be_used(self, live: LiveState) -> bool:
         """Whether what a parameter's gradient sums up is for an optimizer: else it may be one that the script forgot to freeze."""
-        return live.optimizer is not None or self._inventory.has_masters
+        return live.optimizer is not None or bool(self._inventory.masters)
 
-    def _ask(self, live: LiveState, users: frozenset[str]) -> None:
-        """Learn what becomes of this gradient: from the next backward pass, and from the next step."""
-        self._questions[live.fqn] = _Question(users)
-        if (handle := self._listening.pop(live.fqn, None)) is not None:
-            handle.remove()
+    def _ask(self, live: LiveState, question: _Question) -> None:
+        """Learn what becomes of this gradient: from the next backward passes, and from the next step."""
+        self._stop_listening(live.fqn)
+        self._questions[live.fqn] = question
         if live.parameter.requires_grad:
-            self._listening[live.fqn] = live.parameter.register_hook(partial(self._backward, live))  # type: ignore[no-untyped-call]
+            hooks = [unserializable_hook(partial(hook, live)) for hook in (self._backward, self._accumulated)]  # type: ignore[no-untyped-call]
+            before = live.parameter.register_hook(hooks[0])  # type: ignore[no-untyped-call]
+            after = live.parameter.register_post_accumulate_grad_hook(hooks[1])  # type: ignore[no-untyped-call]
+            self._listening[live.fqn] = (before, after)
+
+    def _stop_listening(self, fqn: str) -> None:
+        for handle in self._listening.pop(fqn, ()):
+            handle.remove()
 
     def _backward(self, live: LiveState, _: torch.Tensor) -> None:
         """A new gradient has arrived, and is now added to the one that is there, if one is."""
-        self._listening.pop(live.fqn).remove()
+        self._reached = True
         question = self._questions.get(live.fqn)
-        if question is None:
+        if question is None or question.gone:
+            self._stop_listening(live.fqn)
             return
         key, gradient = (live.fqn, question.users), live.parameter.grad
         if gradient is None:
-            self._habits[key] = _Habit(outlives=False)
-            del self._questions[live.fqn]
+            if not ((known := self._habits.get(key)) and known.returns):
+                self._habits[key] = _Habit(outlives=False)
+            self._questions[live.fqn] = question._replace(gone=True)
+            self._stop_listening(live.fqn)
+            return
+        if question.zeroed is not None:
             return
         mark = self._marks.get(gradient)
         zeroed = (mark is None or mark.version != version(gradient)) and _is_zero(gradient)
@@ -202,7 +228,24 @@ class Gradients:
         if mark is None or torch.is_grad_enabled():  # the sum will be another tensor, which does not mean that this one is dropped
             self._habits[key] = _Habit(outlives=True, zeroed=False)
             self._any_outlives |= self._may_be_used(live)
-            del self._questions[live.fqn]
+            self._questions.pop(live.fqn, None)
+
+    def _accumulated(self, live: LiveState, _: torch.Tensor) -> None:
+        """It was added: `torch.autograd.grad` calls `_backward` too, and not this."""
+        question = self._questions.get(live.fqn)
+        if question is not None and question.zeroed is not None:
+            self._questions[live.fqn] = question._replace(summed=True)
+
+    def _replaced(self, live: LiveState, question: _Question, mark: _Mark | None) -> None:
+        """A gradient that the last cut found spent was dropped before the next step, or there is another tensor in its place."""
+        there = not question.gone and live.parameter.grad is not None
+        if there and question.zeroed is None and self._reached and live.state not in self._inventory.masters:
+            return  # it took no part, so what there was may have been carried on; masters get theirs from the script, and FSDP sets its own
+        carried = there and question.summed  # as by `p.grad = p.grad / n`
+        returns = question.gone and (question.restored or mark is not None)
+        self._habits[live.fqn, question.users] = _Habit(carried, returns=returns)
+        if carried:
+            self._note_use(live)
 
     def _outlived(self, live: LiveState, gradient: torch.Tensor, mark: _Mark, zeroed: bool | None) -> None:
         """A gradient that the last cut found spent is there at the next step."""
@@ -216,6 +259,10 @@ class Gradients:
                 self._say_once(
                     f"the gradient of {live.fqn} was zeroed before each backward pass, and may not have been before the last one"
                 )
+        self._note_use(live)
+
+    def _note_use(self, live: LiveState) -> None:
+        """What a gradient held at the last cut has become part of what was stepped."""
         if self._may_be_used(live):
             self._any_outlives = True
             if live.fqn in self._left_out:

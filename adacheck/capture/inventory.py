@@ -89,7 +89,7 @@ class Inventory:
         states, by_parameter, by_optimizer: the live states by number, by `id` of their parameter, and by who steps them.
         given: each optimizer's hyperparameters as the script had set them when it attached, encoded, by group.
         unowned: parameters that get or have gradients and are in no attached optimizer.
-        has_masters: an optimizer steps parameters of no model, which may be copies of others in another precision.
+        masters: states of parameters that an optimizer steps and no model has, which may be copies of others in another precision.
         extra_states: what modules keep besides tensors.
     """
 
@@ -101,7 +101,7 @@ class Inventory:
     by_optimizer: dict[str, list[LiveState]] = field(default_factory=dict)
     given: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     unowned: list[LiveState] = field(default_factory=list)
-    has_masters: bool = False
+    masters: frozenset[int] = frozenset()
     extra_states: ExtraStates = field(default_factory=ExtraStates)
 
     def refresh(self) -> None:
@@ -109,10 +109,10 @@ class Inventory:
         names, self.extra_states = _Names(self.numbers), ExtraStates()
         for prefix, model in self.models.items():
             self._collect(prefix, model, names)
-        of_models = len(names.found)
+        of_models = set(names.found)
         for name, optimizer in self.optimizers.items():
             self._collect_optimizer(name, optimizer, names)
-        self.has_masters = len(names.found) > of_models
+        self.masters = frozenset(names.found[key].state for key in names.found.keys() - of_models)
         self.states = {live.state: live for live in names.found.values()}
         self.by_parameter = names.found
         self.by_optimizer = {name: [] for name in ("", *self.optimizers)}
