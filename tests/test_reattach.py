@@ -7,6 +7,7 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from adacheck import generations
 from adacheck.backends.errors import Unavailable
 from adacheck.backends.object_store import ObjectStore
-from adacheck.errors import Detached
+from adacheck.errors import AdacheckError, Detached
 from adacheck.manifests import keys
 from adacheck.store import Store
 from adacheck.tools import fsck
@@ -81,6 +82,34 @@ def test_a_keeper_that_gave_up_is_begun_again_with_a_new_base(
     again.close()
     checked = run_tool(fsck.main, uri, "--read-data", "--json")
     assert checked.code == 0 and json.loads(checked.out)["findings"] == [], "a generation is left behind without a trace"
+
+
+def test_after_a_step_that_raised_in_a_thread_that_lives_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the thread is still in the step cannot be known, so the call is refused: once, and then checkpoints begin again."""
+    monkeypatch.setattr(generations, "RETRY_STEPS", 1)
+    model, optimizer = make()
+    ckpt = Store.open(f"file://{tmp_path}/run").attach(model, optimizer)
+    ckpt.restore()
+    with ThreadPoolExecutor(1) as worker:
+
+        def step() -> None:
+            worker.submit(train, model, optimizer).result(DEADLINE_S)
+            ckpt.step()
+
+        step()
+        optimizer.param_groups[0]["betas"] = ()
+        with pytest.raises(ValueError, match="not enough values"):
+            step()
+        with pytest.raises(AdacheckError, match=r"was in optimizer\.step\(\)"):
+            ckpt.step()
+        optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+        while ckpt.status().failure is not None:
+            step()
+        for _ in range(3):
+            step()
+    ckpt.drain()
+    assert ckpt.status().committed == ckpt.status().step
+    ckpt.close()
 
 
 def test_the_old_cut_stays_until_the_new_generation_has_its_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

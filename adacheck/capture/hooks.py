@@ -102,6 +102,7 @@ class Capture:
         self._look()
         self._step, self._watch = _Step(), Watch()
         self._copying.clear()
+        self._depth.clear()
         self._watch.check(self.inventory.states.values())
         self._quiet.begin(self.inventory)
         self.known = set(known)
