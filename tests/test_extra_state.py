@@ -156,6 +156,29 @@ def test_wrappers_and_several_models(uri: str) -> None:
     assert [one[0].calls, two.calls] == [2, 2]
 
 
+class Outer(nn.Module):
+    """Calls a part of itself `module`, as wrappers do; that has a part of the name of one of its own, in this order or the other."""
+
+    def __init__(self, inner_first: bool) -> None:
+        super().__init__()
+        if inner_first:
+            self.module = nn.ModuleDict({"x": Scaled()})
+        self.x = Scaled()
+        if not inner_first:
+            self.module = nn.ModuleDict({"x": Scaled()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.x(self.x(self.module["x"](x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_names_that_only_look_like_a_wrappers(uri: str, inner_first: bool) -> None:
+    trained(uri, Outer(inner_first), 2)
+    other = Outer(inner_first)
+    assert trained(uri, other, 2) == 2
+    assert [other.module["x"].calls, other.x.calls] == [2, 4]
+
+
 def test_a_module_that_comes_later_is_kept_from_then_on(uri: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

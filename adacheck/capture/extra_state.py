@@ -39,20 +39,24 @@ class ExtraStates:
         Raises:
             ConfigError: a module gives its state and takes none, so torch could not load it either; or two have one name.
         """
-        for path, module in modules.items():
+        found = {
+            path: module for path, module in modules.items() if type(module).get_extra_state is not _GET
+        }  # of the class, as torch asks
+        keys = {f"{path}.{KEY}" if path else KEY: path for path in found}
+        for raw, path in keys.items():
+            module = found[path]
             kind = type(module)
-            if kind.get_extra_state is not _GET:  # as torch asks: of the class
-                if kind.set_extra_state is _SET:
-                    raise ConfigError(
-                        f"module {prefix}{path} (a {kind.__name__}) has get_extra_state() and no set_extra_state(), so what it keeps could "
-                        "not be put back; define both"
-                    )
-                self._note(prefix, path, module)
+            if kind.set_extra_state is _SET:
+                raise ConfigError(
+                    f"module {prefix}{path} (a {kind.__name__}) has get_extra_state() and no set_extra_state(), so what it keeps could "
+                    "not be put back; define both"
+                )
+            plain = plain_name(raw)
+            self._note(prefix, (raw,) if plain != raw and plain in keys else (plain, raw), module)
 
-    def _note(self, prefix: str, path: str, module: torch.nn.Module) -> None:
-        """Names are plain; where another module has the plain one already, `module.` was no wrapper, and it keeps the raw one."""
-        dot = "." if path else ""
-        for name in (plain_name(f"{path}{dot}{KEY}"), f"{path}{dot}{KEY}"):
+    def _note(self, prefix: str, names: tuple[str, ...], module: torch.nn.Module) -> None:
+        """Names are plain; where another module has the plain one, `module.` was no wrapper, and it keeps the raw one."""
+        for name in names:
             key = prefix + name
             if self.modules.get(self.shared.get(key, key), module) is module:
                 break
