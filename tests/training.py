@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import adacheck
@@ -80,6 +81,8 @@ class Job:
 
 
 def _digest(tensor: torch.Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if plain.numel() == 1:
         plain = plain.as_strided((1,), (1,))  # torch keeps the stride of a slice, and views nothing as bytes then

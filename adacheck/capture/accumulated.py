@@ -24,7 +24,8 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from adacheck.capture.beside import Beside
 from adacheck.capture.inventory import Inventory, LiveState
 from adacheck.capture.watch import version
-from adacheck.states import flat_bytes
+from adacheck.put_state import write_bytes
+from adacheck.states import flat_bytes, local_tensor
 
 UNKNOWN_BYTES_MAX = 64 * 2**20
 """Most bytes of gradients that a cut keeps because nobody knows yet what becomes of them.
@@ -287,7 +288,7 @@ def _is_zero(gradient: torch.Tensor) -> bool:
     gradient = gradient.detach()
     if gradient.layout != torch.strided:
         return gradient.layout == torch.sparse_coo and gradient._nnz() == 0
-    return not flat_bytes(gradient).any()
+    return not flat_bytes(local_tensor(gradient, "a gradient")).any()
 
 
 def _zeros(gradient: torch.Tensor) -> Any:
@@ -300,7 +301,7 @@ def _content(gradient: torch.Tensor) -> Any:
     gradient = gradient.detach()
     if gradient.layout == torch.sparse_coo:
         return (gradient._indices(), gradient._values(), list(gradient.shape), gradient.is_coalesced())
-    return None if _is_zero(gradient) else gradient
+    return None if _is_zero(gradient) else local_tensor(gradient, "a gradient")
 
 
 def _made(parameter: torch.Tensor, content: Any) -> torch.Tensor:
@@ -309,4 +310,6 @@ def _made(parameter: torch.Tensor, content: Any) -> torch.Tensor:
         return torch.sparse_coo_tensor(indices, values, shape, device=parameter.device, is_coalesced=coalesced, check_invariants=True)
     if content is None:
         return torch.zeros_like(parameter)
-    return torch.empty_like(parameter, dtype=content.dtype).copy_(content)
+    made = torch.empty_like(parameter, dtype=content.dtype)
+    write_bytes(local_tensor(made, "a gradient"), content)
+    return made

@@ -57,13 +57,16 @@ def mark(live: LiveState) -> Mark:
 
 def _add(tensor: torch.Tensor, seen: list[object], held: list[object]) -> None:
     local = getattr(tensor, "_local_tensor", tensor)
-    seen += (id(tensor), local.data_ptr(), version(tensor), version(local))
+    seen += (id(tensor), local.data_ptr(), version(tensor))
     held += (tensor, local.detach())
 
 
 def version(tensor: torch.Tensor) -> int:
-    """The tensor's version counter; inference tensors have none, and nothing can be seen of writes to them."""
-    return -1 if tensor.is_inference() else tensor._version
+    """The tensor's version counter, with that of its local part; inference tensors have none, and nothing can be seen of writes to them."""
+    if tensor.is_inference():
+        return -1
+    local = getattr(tensor, "_local_tensor", None)
+    return tensor._version if local is None else tensor._version + version(local)
 
 
 @dataclass
