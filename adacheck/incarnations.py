@@ -68,9 +68,26 @@ def newest_incarnation(backend: Backend) -> int:
 def take_incarnation(backend: Backend, run: str, nvme: str | None = None) -> Incarnation:
     """Begin a new incarnation of the run: the next number that nobody has, by an exclusive put. `nvme`: where its log will be."""
     while True:
-        taken = Incarnation(run, newest_incarnation(backend) + 1, time.time(), platform.node(), os.getpid(), nvme or "")
+        taken = begun_now(run, newest_incarnation(backend) + 1, nvme)
         if not isinstance(backend.put(keys.incarnation(taken.incarnation), encode(taken), exclusive=True), Exists):
             return taken
+
+
+def begun_now(run: str, number: int, nvme: str | None) -> Incarnation:
+    """The record by which this process takes a number now; nobody else makes the same one."""
+    return Incarnation(run, number, time.time(), platform.node(), os.getpid(), nvme or "")
+
+
+def take_claimed(backend: Backend, claim: Incarnation) -> None:
+    """Begin this incarnation and no other; the same again is no error, since an earlier put of it may have landed unseen.
+
+    Raises:
+        Superseded: somebody else has taken the number, or a later one.
+    """
+    check_newest(backend, claim.incarnation)
+    key = keys.incarnation(claim.incarnation)
+    if isinstance(backend.put(key, encode(claim), exclusive=True), Exists) and _read(backend, key, Incarnation) != claim:
+        raise Superseded(f"{key} of {backend.name} was taken by another start: this process may not write any more, stop it")
 
 
 def read_incarnation(backend: Backend, run: str, number: int) -> Incarnation | None:
@@ -110,8 +127,8 @@ def check_newest(backend: Backend, incarnation: int) -> None:
         )
 
 
-def keep_identity(backend: Backend, incarnation: Incarnation, forks: Iterable[Fork]) -> bool:
-    """Put the records back that say whose store this is, if they vanished while the run goes on; whether they had.
+def keep_identity(backend: Backend, incarnation: Incarnation, forks: Iterable[Fork]) -> str | None:
+    """Put the records back that say whose store this is, if they vanished while the run goes on; a line that says so if they had.
 
     Without them nothing that is published here could be restored.
 
@@ -122,12 +139,12 @@ def keep_identity(backend: Backend, incarnation: Incarnation, forks: Iterable[Fo
     if found is not None:
         if found.run != incarnation.run:
             raise ForeignRun(f"{backend.name} belongs to run {found.run} now, not to {incarnation.run}; give this run another URI")
-        return False
+        return None
     backend.put(keys.RUN, encode(replace(new_run(), run=incarnation.run)), exclusive=True)
     backend.put(keys.incarnation(incarnation.incarnation), encode(incarnation), exclusive=True)
     for fork in forks:
         backend.put(keys.fork(fork.incarnation), encode(fork), exclusive=True)
-    return True
+    return f"{backend.name} had lost run {incarnation.run}; its records are back, older checkpoints are not"
 
 
 def read_forks(backend: Backend, run: str) -> tuple[Fork, ...]:

@@ -3,17 +3,22 @@
 The old chain's newest cut stays restorable until the new generation has its first: it becomes the fork's cut, and the old log is
 deleted only when the new head record is written. What must be asked of the object tier, and written there, is done by a thread of its own:
 a bucket that does not answer costs the trainer no time, only the checkpoints until it does.
+
+Its number is its own plus one and no other: one above what is listed could be below its own in a tier that was emptied, or above that
+of a later start. A try that failed may have written some of its records unseen, so the next one claims the same again.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, replace
 
 from adacheck import catalogue, history, incarnations
-from adacheck.backends.base import Created, Expect
+from adacheck.backends.base import Backend, Created, Exists, Expect, Parts
+from adacheck.backends.wrappers import Wrapper
 from adacheck.background import Background
-from adacheck.errors import Superseded
+from adacheck.errors import Closed, Superseded
 from adacheck.keeper.cut import NO_CUT
 from adacheck.keeper.nvme import NvmeCopy
 from adacheck.keeper.progress import begin
@@ -25,6 +30,8 @@ from adacheck.manifests import keys
 from adacheck.manifests.encoding import encode
 from adacheck.manifests.record import Chain, Fork, FullEntry, Incarnation
 from adacheck.start import Start
+
+_log = logging.getLogger("adacheck")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +80,44 @@ class Taking:
 
 
 def take_next(start: Start, old: ChainState) -> Taken:
-    """Take the incarnation, fence the copy, write the fork: in this order, as at a start. Raises as `Taking.result`."""
-    run, nvme = old.name.run, start.nvme
-    incarnations.check_newest(start.objects, start.incarnation.incarnation)
-    before = encode(start.incarnation)
-    incarnation = incarnations.take_incarnation(start.objects, run, start.config.nvme)
-    if nvme is not None:
-        outcome = nvme.put_many([(keys.FENCE, encode(incarnation))], expect=Expect(keys.FENCE, before))
-        if not isinstance(outcome, Created):
-            raise Superseded(f"{nvme.name} belongs to a later incarnation of run {run}; stop this process")
-    start.incarnation = incarnation
+    """Take the incarnation, fence the copy, write the fork: in this order, as at a start. Raises as `Taking.result`.
+
+    After an error it is called again, and finds what it has written already.
+    """
+    run, objects = old.name.run, _UntilReleased(start)
+    if (lost := incarnations.keep_identity(objects, *old.identity)) is not None:
+        _log.warning("%s", lost)
+    claim = start.claim = start.claim or incarnations.begun_now(run, start.incarnation.incarnation + 1, start.config.nvme)
+    incarnations.take_claimed(objects, claim)
+    if start.nvme is not None:
+        _fence(start.nvme, start.incarnation, claim)
     reached = max(old.memory.top if not old.nvme else old.nvme.top, old.progress.published, NO_CUT)
-    incarnations.void_unstarted(start.objects, run, incarnation.incarnation)
-    fork = Fork(run, incarnation.incarnation, reached, True)
-    incarnations.write_fork(start.objects, fork)
-    return Taken(incarnation, fork, catalogue.head(start.objects, run).fulls)
+    incarnations.void_unstarted(objects, run, claim.incarnation)
+    fork = Fork(run, claim.incarnation, reached, True)
+    incarnations.write_fork(objects, fork)
+    taken = Taken(claim, fork, catalogue.head(objects, run).fulls)
+    start.incarnation, start.claim = claim, None
+    return taken
+
+
+def _fence(nvme: Backend, before: Incarnation, claim: Incarnation) -> None:
+    outcome = nvme.put_many([(keys.FENCE, encode(claim))], expect=Expect(keys.FENCE, encode(before)))
+    if not isinstance(outcome, Created) and nvme.get(keys.FENCE) != encode(claim):
+        raise Superseded(f"{nvme.name} belongs to a later incarnation of run {claim.run}; stop this process")
+
+
+class _UntilReleased(Wrapper):
+    """The object tier as long as the checkpointer is not closed: `close()` does not wait for a thread that hangs in it."""
+
+    def __init__(self, start: Start) -> None:
+        super().__init__(start.objects)
+        self._start = start
+
+    def put(self, key: str, parts: Parts, *, exclusive: bool = False) -> Created | Exists:
+        """As `Backend.put`, and `Closed` once another start may have the run."""
+        if self._start.released:
+            raise Closed(f"{key} is not written: the checkpointer was closed while checkpoints were to begin again")
+        return super().put(key, parts, exclusive=exclusive)
 
 
 def begin_generation(start: Start, old: ChainState, taken: Taken, step: int) -> ChainState:

@@ -49,6 +49,8 @@ class Start:
     Attributes:
         before: the incarnation that took the copy on NVMe last.
         unread: steps on NVMe after the cut that was found, which it should have been and could not be read from.
+        claim: the next incarnation, while it is being taken (`reattach.py`): some of its records may have been written unseen.
+        released: whether this process has ended it, and writes nothing for it any more.
     """
 
     config: StoreConfig
@@ -58,9 +60,12 @@ class Start:
     sources: Sources
     before: Incarnation | None = None
     unread: list[int] = field(default_factory=list)
+    claim: Incarnation | None = None
+    released: bool = False
 
     def release(self) -> None:
         """Close NVMe and give up its lock."""
+        self.released = True
         if self.nvme is not None:
             self.nvme.close()
             if (path := nvme_path(self.config, self.sources.run)) is not None:

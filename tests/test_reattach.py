@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
+import shutil
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,14 +16,18 @@ import pytest
 import torch
 
 from adacheck import generations
-from adacheck.backends.errors import Unavailable
+from adacheck.backends.base import Created, Exists, Expect, Item, Parts
+from adacheck.backends.errors import Full, Unavailable
+from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.object_store import ObjectStore
 from adacheck.errors import AdacheckError, Detached
+from adacheck.incarnations import newest_incarnation
 from adacheck.manifests import keys
 from adacheck.store import Store
 from adacheck.tools import fsck
 from tests.faults import Fault, Faulty
-from tests.tiny_run import Process, differing
+from tests.test_interrupted import STEPS_MAX, begin_again, restores_what_is_live
+from tests.tiny_run import Process, differing, plain_objects
 from tests.tool_run import run_tool
 
 DEADLINE_S = 20
@@ -151,7 +157,7 @@ def test_an_object_tier_that_fails_while_checkpoints_begin_again_stops_no_traini
     def fails(call: int, method: str, key: str) -> Fault | None:
         if method == "put":
             puts.append(key)
-        begins = puts[-1:] == [keys.fork(2)] and method == "list" and key == keys.VERSIONS_PREFIX
+        begins = keys.fork(2) in puts and "said once" not in puts and method == "list" and key == keys.VERSIONS_PREFIX
         if begins:
             puts.append("said once")
         return Fault(Unavailable("as if the network were gone")) if begins else None
@@ -179,8 +185,8 @@ def test_an_object_tier_that_fails_while_checkpoints_begin_again_stops_no_traini
         assert again.restore() == steps
 
 
-class Item:
-    """Part of `extra` that fails once."""
+class FailsOnce:
+    """Part of `extra`."""
 
     def __init__(self) -> None:
         self.calls, self.fails_at = 0, -1
@@ -197,7 +203,7 @@ class Item:
 
 def test_a_step_that_raised_half_way_is_no_part_of_any_later_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generations, "RETRY_STEPS", 2)
-    item = Item()
+    item = FailsOnce()
     model, optimizer = make()
     ckpt = Store.open(f"file://{tmp_path}/run").attach(model, optimizer, extra={"item": item})
     ckpt.restore()
@@ -219,7 +225,7 @@ def test_a_step_that_raised_half_way_is_no_part_of_any_later_cut(tmp_path: Path,
     live = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ckpt.close()
     fresh, fresh_optimizer = make()
-    with Store.open(f"file://{tmp_path}/run").attach(fresh, fresh_optimizer, extra={"item": Item()}) as again:
+    with Store.open(f"file://{tmp_path}/run").attach(fresh, fresh_optimizer, extra={"item": FailsOnce()}) as again:
         assert again.restore() == steps
         assert all(torch.equal(tensor, live[name]) for name, tensor in fresh.state_dict().items())
 
@@ -265,3 +271,141 @@ def test_the_trainer_does_not_wait_for_a_bucket_that_does_not_answer(tmp_path: P
     again = Process(tmp_path)
     assert again.ckpt.restore() == last and not differing(again.run.snapshot(), process.run.snapshot())
     again.abandon()
+
+
+def started(root: Path, objects: ObjectStore | Faulty | None = None, nvme: str = "") -> Process:
+    """A process that has trained beyond its first full checkpoint."""
+    process = Process(root, objects=objects, nvme=nvme)
+    process.ckpt.restore()
+    for _ in range(5):
+        process.step()
+    return process
+
+
+def number_of(process: Process) -> int:
+    assert process.ckpt._start is not None
+    return process.ckpt._start.incarnation.incarnation
+
+
+def test_in_a_tier_that_was_emptied_it_counts_on_from_its_own_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(generations, "RETRY_STEPS", 1)
+    started(tmp_path).abandon()
+    process = started(tmp_path)
+    shutil.rmtree(tmp_path / "objects")
+    begin_again(process)
+    assert number_of(process) == 3 and "its records are back, older checkpoints are not" in caplog.text
+    for _ in range(5):
+        process.step()
+    last = process.ckpt.status().step
+    published = process.ckpt.status().published
+    assert published is not None and published > last - 5
+    process.abandon()
+    again = Process(tmp_path)
+    assert again.ckpt.restore() == last and not differing(again.run.snapshot(), process.run.snapshot())
+    again.abandon()
+
+
+@pytest.mark.parametrize("seen", ["not the number", "not the fence", "no room for the fence"])
+def test_what_a_try_has_taken_unseen_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seen: str
+) -> None:
+    monkeypatch.setattr(generations, "RETRY_STEPS", 1)
+    caplog.set_level(logging.WARNING, "adacheck")
+    failed: list[str] = []
+
+    def once(_call: int, method: str, key: str) -> Fault | None:
+        if seen == "not the number" and (method, key) == ("put", keys.incarnation(2)) and not failed:
+            failed.append(key)
+            return Fault(Unavailable("the reply was lost"), after=True)
+        return None
+
+    put_many = LmdbBackend.put_many
+
+    def fence_once(self: LmdbBackend, items: Iterable[Item], *, expect: Expect | None = None) -> Created | Exists:
+        if seen == "not the number" or failed or not isinstance(items, list) or [key for key, _ in items] != [keys.FENCE]:
+            return put_many(self, items, expect=expect)
+        failed.append(keys.FENCE)
+        if seen == "not the fence":
+            put_many(self, items, expect=expect)
+        raise Full("as if the disk were full")
+
+    process = started(tmp_path, Faulty(ObjectStore(f"file://{tmp_path}/objects"), once))
+    monkeypatch.setattr(LmdbBackend, "put_many", fence_once)
+    begin_again(process)
+    assert failed and caplog.text.count("cannot begin again yet") == 1
+    assert number_of(process) == 2
+    restores_what_is_live(process)
+
+
+class Hanging(ObjectStore):
+    """One call of the thread that begins again hangs until `goes_on`: the put of its number, or the listing before its fork."""
+
+    def __init__(self, address: str, hanging: str) -> None:
+        super().__init__(address)
+        self._hanging, self._listings = hanging, 0
+        self.hangs, self.goes_on = threading.Event(), threading.Event()
+
+    def put(self, key: str, parts: Parts, *, exclusive: bool = False) -> Created | Exists:
+        self._hang(self._hanging == "put", key)
+        return super().put(key, parts, exclusive=exclusive)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        self._listings += threading.current_thread().name == "adacheck-again" and prefix == keys.INCARNATIONS_PREFIX
+        self._hang(self._hanging == "list" and self._listings == 2, prefix)
+        return super().list(prefix)
+
+    def _hang(self, here: bool, key: str) -> None:
+        if here and threading.current_thread().name == "adacheck-again" and key.startswith(keys.INCARNATIONS_PREFIX):
+            self.hangs.set()
+            if not self.goes_on.wait(DEADLINE_S):
+                raise Unavailable(f"{key} did not go on in time")
+
+
+def hanging(process: Process, objects: Hanging) -> threading.Event:
+    """Trains until checkpoints are about to begin again, and gives what is set when that has come to its end."""
+    assert process.ckpt._keeper is not None
+    process.ckpt._keeper.shared.fail(Detached("simulated"))
+    for _ in range(STEPS_MAX):
+        process.step(drain=False)
+        if objects.hangs.wait(0.05):
+            break
+    given_up = process.ckpt._generations._given_up
+    assert objects.hangs.is_set() and given_up is not None and given_up.taking is not None
+    return given_up.taking.done
+
+
+@pytest.mark.parametrize("nvme", ["", "none"])
+@pytest.mark.parametrize("call", ["put", "list"])
+def test_a_thread_that_outlives_its_checkpointer_supersedes_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, nvme: str
+) -> None:
+    monkeypatch.setattr(generations, "RETRY_STEPS", 1)
+    objects = Hanging(f"file://{tmp_path}/objects", call)
+    closed = started(tmp_path, objects, nvme)
+    done = hanging(closed, objects)
+    closed.abandon()
+    later = Process(tmp_path, objects=objects, nvme=nvme)
+    later.ckpt.restore()
+    later.step()
+    objects.goes_on.set()
+    assert done.wait(DEADLINE_S)
+    later.ckpt.publish_full()
+    later.ckpt.close()
+    with plain_objects(tmp_path) as plain:
+        assert newest_incarnation(plain) == number_of(later)
+    again = Process(tmp_path, nvme=nvme)
+    assert again.ckpt.restore() == later.ckpt.status().step and not differing(again.run.snapshot(), later.run.snapshot())
+    again.ckpt.close()
+
+
+def test_a_thread_that_outlives_its_checkpointer_writes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generations, "RETRY_STEPS", 1)
+    objects = Hanging(f"file://{tmp_path}/objects", "list")
+    process = started(tmp_path, objects, "none")
+    done = hanging(process, objects)
+    process.abandon()
+    objects.goes_on.set()
+    assert done.wait(DEADLINE_S)
+    assert objects.stat(keys.incarnation(2)) is not None and objects.stat(keys.fork(2)) is None

@@ -195,14 +195,10 @@ class FullThread:
         self.failure = text
         self._shared.report(text)
 
-    def keep_identity(self) -> bool:
-        """Put back the records that say whose the object tier is, if they are gone; whether they were."""
-        gone = incarnations.keep_identity(self._backend, *self._shared.chain.identity)
-        if gone:
-            self._shared.report(
-                f"{self._backend.name} had lost run {self._shared.chain.name.run}; its records are back, older checkpoints are not"
-            )
-        return gone
+    def keep_identity(self) -> None:
+        """Put back the records that say whose the object tier is, if they are gone."""
+        if (lost := incarnations.keep_identity(self._backend, *self._shared.chain.identity)) is not None:
+            self._shared.report(lost)
 
     def _publish(self, change: Callable[[catalogue.Fulls], catalogue.Fulls] = lambda fulls: fulls) -> None:
         """Publish a change, and with it the verdicts that an earlier publication could not."""
