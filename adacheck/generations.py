@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 from adacheck import start
 from adacheck.backends.base import Backend
-from adacheck.backends.errors import BackendError
 from adacheck.capture.blocks import Blocks, PoolEmpty
 from adacheck.capture.hooks import Capture
 from adacheck.capture.inventory import Inventory
 from adacheck.capture.pieces import PieceWriter
 from adacheck.config import StoreConfig
 from adacheck.deadline import Deadline
-from adacheck.errors import AdacheckError, Detached
+from adacheck.errors import Detached
 from adacheck.keeper.certify import Certifier
 from adacheck.keeper.driver import Keeper
 from adacheck.keeper.shared import ChainState
@@ -107,13 +106,13 @@ class Generations:
         if step < given_up.retry_at or failed.running:
             return
         taking = given_up.taking = given_up.taking or Taking(begun, failed.shared.chain)
-        if taking.running:
-            return
         try:
+            if taking.running:
+                return
             taken = taking.result()
-        except (AdacheckError, BackendError) as error:
+        except Exception as error:  # whatever it is, training goes on
             given_up.taking, given_up.retry_at = None, step + RETRY_STEPS
-            _log.warning("checkpoints cannot begin again yet: %s", error)
+            _log.warning("checkpoints cannot begin again yet: %s (%s)", error, type(error).__name__)
             return
         chain = begin_generation(begun, failed.shared.chain, taken, step)
         old = status_of(step, failed, self.before_gap, 0.0, 0.0)

@@ -64,7 +64,7 @@ class Taking:
 
         Raises:
             Superseded: a later incarnation has started elsewhere.
-            AdacheckError, BackendError: a tier does not answer, or refuses; the next try may succeed.
+            AdacheckError, BackendError, FormatError: a tier does not answer, refuses, or cannot be read; the next try may succeed.
         """
         if self._error is not None:
             raise self._error

@@ -11,18 +11,21 @@ import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from adacheck import generations
+from adacheck import generations, reattach
 from adacheck.backends.base import Created, Exists, Expect, Item, Parts
 from adacheck.backends.errors import Full, Unavailable
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.object_store import ObjectStore
+from adacheck.background import Background
 from adacheck.errors import AdacheckError, Detached
 from adacheck.incarnations import newest_incarnation
 from adacheck.manifests import keys
+from adacheck.manifests.errors import NewerFormat
 from adacheck.store import Store
 from adacheck.tools import fsck
 from tests.faults import Fault, Faulty
@@ -336,6 +339,28 @@ def test_what_a_try_has_taken_unseen_is_its_own(
     begin_again(process)
     assert failed and caplog.text.count("cannot begin again yet") == 1
     assert number_of(process) == 2
+    restores_what_is_live(process)
+
+
+@pytest.mark.parametrize("fails", ["take_next", "start"])
+def test_whatever_keeps_checkpoints_from_beginning_again_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
+) -> None:
+    """A record of a later release, and a process that may not start another thread."""
+    monkeypatch.setattr(generations, "RETRY_STEPS", 1)
+    process = started(tmp_path)
+    errors: list[Exception] = [NewerFormat(9, 1) if fails == "take_next" else RuntimeError("can't start new thread")]
+    where = reattach if fails == "take_next" else Background
+    whole = getattr(where, fails)
+
+    def once(*args: Any) -> Any:
+        if errors and (fails == "take_next" or args[0]._name == "adacheck-again"):  # not the thread that copies
+            raise errors.pop()
+        return whole(*args)
+
+    monkeypatch.setattr(where, fails, once)
+    begin_again(process)
+    assert not errors and caplog.text.count("cannot begin again yet") == 1
     restores_what_is_live(process)
 
 
