@@ -187,7 +187,7 @@ class Garbage:
             return
         for moved in set_aside(path):
             files = [(file.stat().st_mtime, file.stat().st_size) for file in moved.rglob("*") if file.is_file()]
-            if max(moved.stat().st_mtime, *(touched for touched, _ in files)) <= self._before_unix_s:
+            if max([moved.stat().st_mtime, *(touched for touched, _ in files)]) <= self._before_unix_s:
                 shutil.rmtree(moved)
                 yield Removed(Tier.NVME, str(moved), sum(size for _, size in files), "a copy that could not be read")
         if not (path / DATA_FILE).is_file():

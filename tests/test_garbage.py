@@ -205,6 +205,14 @@ def test_what_was_set_aside_goes_when_it_is_old(store: Copy, objects: Backend) -
     assert (removed, kept) == (names, {}) and not moved.exists() and mine.exists()
 
 
+def test_an_empty_folder_beside_the_log_goes_as_well(store: Copy) -> None:
+    """As somebody leaves it who took the file out."""
+    moved = store.nvme.with_name("0.damaged-1")
+    moved.mkdir()
+    assert run_tool(fsck.main, store.uri, "--gc", "--older-than", "0s").code == 0
+    assert not moved.exists()
+
+
 @pytest.mark.parametrize("way", ["empty", "flip"])
 @pytest.mark.parametrize("kind", list(keys.Kind))
 def test_what_a_repair_settled_stays_settled(store: Copy, kind: keys.Kind, way: str) -> None:
