@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 from collections.abc import Mapping
@@ -149,6 +150,66 @@ def test_a_disk_without_room_keeps_none_and_says_so(root: Path, caplog: pytest.L
     trained(root, FULL, FULL + 1)
     assert any("could not be kept for a repair" in r.getMessage() and "has room for 1000 bytes" in r.getMessage() for r in caplog.records)
     assert not list((root / "nvme").glob("*/0.*"))
+
+
+def test_a_copy_that_fails_half_way_costs_nothing_that_was_kept(
+    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(root, "increment")
+    trained(root, STEPS - 1, STEPS)
+    damage(root, "increment")
+    kept = next((root / "nvme").glob("*/0.damaged-1/data.mdb")).read_bytes()
+
+    def over_quota(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:5000])
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(shutil, "copyfile", over_quota)
+    caplog.set_level(logging.WARNING, "adacheck")
+    trained(root, STEPS - 1, STEPS)
+    assert any("could not be kept for a repair" in r.getMessage() and "Disk quota exceeded" in r.getMessage() for r in caplog.records)
+    assert [folder.name for folder in (root / "nvme").glob("*/0.*")] == ["0.damaged-1"]
+    assert next((root / "nvme").glob("*/0.damaged-1/data.mdb")).read_bytes() == kept
+
+
+def test_without_room_for_both_the_earlier_one_goes_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(root, "increment")
+    trained(root, STEPS - 1, STEPS)
+    damage(root, "increment")
+    (log,) = (root / "nvme").glob("*/0/data.mdb")
+    free, copyfile, beside = 2 * log.stat().st_size - 1, shutil.copyfile, list[str]()
+
+    def copied(source: Path, target: Path) -> None:
+        beside.extend(folder.name for folder in target.parent.parent.glob("0.damaged-*"))
+        copyfile(source, target)
+
+    monkeypatch.setattr(set_aside, "free_bytes", lambda _folder: free)
+    monkeypatch.setattr(shutil, "copyfile", copied)
+    trained(root, STEPS - 1, STEPS)
+    assert not beside and [folder.name for folder in (root / "nvme").glob("*/0.*")] == ["0.damaged-2"]
+
+
+@pytest.mark.parametrize("what", ["0.copying", "0.damaged-1"])
+def test_what_cannot_be_removed_keeps_no_start_from_going_on(
+    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    (log,) = (root / "nvme").glob("*/0/data.mdb")
+    log.parent.with_name(what).mkdir()
+    if what == "0.damaged-1":
+        log.write_bytes(b"\xa5" * 20_000)
+    rmtree = shutil.rmtree
+
+    def denied(path: Path, ignore_errors: bool = False) -> None:
+        if path.name == what:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        rmtree(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", denied)
+    caplog.set_level(logging.WARNING, "adacheck")
+    last = STEPS if what == "0.copying" else FULL
+    trained(root, last, last + 1)
+    assert any("could not be removed" in r.getMessage() and "Permission denied" in r.getMessage() for r in caplog.records)
+    trained(root, last + 1, last + 1)
 
 
 def test_one_that_is_not_there_is_no_other_lineage(root: Path) -> None:
