@@ -58,7 +58,6 @@ class Checkpointer:
         self._reports = Reports()
         self._blocked_s = 0.0
         self._pid = os.getpid()
-        self._spent = False  # `_start` was used to bring copies into the incarnation
         self._closed = self._released = False
         self.restored: Cut | None = None
         """The cut `restore()` returned: source, increments replayed; without its states."""
@@ -201,11 +200,10 @@ class Checkpointer:
     # Parts
 
     def _begin(self) -> start.Start:
-        if self._start is not None and self._spent and self._keeper is None:  # it was interrupted, and what it knows is not true any more
+        if self._start is not None and self._start.spent and self._keeper is None:  # interrupted, or refused
             self._start.release()
             self._start = None
         if self._start is None:
-            self._spent = False
             self._start = start.take(self._config, self._store.objects)
         return self._start
 
@@ -218,7 +216,7 @@ class Checkpointer:
                 f"run {begun.sources.run} has cuts, the newest is step {newest}: write `start = ckpt.restore()` before the training loop "
                 "and begin it at `start`, or give a new run another URI"
             )
-        self._start_keeping(begun, None)
+        self._start_keeping(begun, start.find_cut(begun, step=None, only=None))
 
     @property
     def _keeper(self) -> Keeper | None:
@@ -228,7 +226,6 @@ class Checkpointer:
         atexit.register(self._at_exit)
         finish_on_sigterm(self._on_sigterm)
         self._forgotten.begin()
-        self._spent = True
         self._generations.begin(begun, cut)
 
     def _take_step(self) -> None:

@@ -54,7 +54,7 @@ def _elsewhere(config: StoreConfig, sources: Sources, last: Fork, restored: str,
     where = "" if trained is None else f" in {trained.nvme} there"
     what = f"{nothing}: restored {restored}" if empty and path is not None else f"restored {restored}"
     newer = f"{whose} trained on after step {max(last.cut, 0)} with its log{where}, which may have newer steps"
-    return f"{what}. {newer}: this start leaves them behind; to keep them, start there first"
+    return f"{what}. {newer}: this start goes on without, and from then on they are no part of the run; next time, start first where it is"
 
 
 def _known(sources: Sources, number: int) -> Incarnation | None:

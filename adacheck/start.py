@@ -49,6 +49,7 @@ class Start:
     Attributes:
         before: the incarnation that took the copy on NVMe last.
         unread: steps on NVMe after the cut that was found, which it should have been and could not be read from.
+        spent: it was used to bring copies in, or has declared itself void: what it knows is not true any more.
         claim: the next incarnation, while it is being taken (`reattach.py`): some of its records may have been written unseen.
         released: whether this process has ended it, and writes nothing for it any more.
     """
@@ -60,6 +61,7 @@ class Start:
     sources: Sources
     before: Incarnation | None = None
     unread: list[int] = field(default_factory=list)
+    spent: bool = False
     claim: Incarnation | None = None
     released: bool = False
 
@@ -136,10 +138,17 @@ def _fence(nvme: Backend, incarnation: Incarnation) -> None:
 
 
 def find_cut(start: Start, *, step: int | None, only: Container[int] | None) -> Cut | None:
-    """The cut to restore; `None` on a run without any."""
+    """The cut to restore; `None` on a run without any.
+
+    Raises:
+        NoCut: no such cut; or the run would begin anew, though it has full checkpoints that only a lost version listed.
+        Superseded: a later incarnation has started meanwhile.
+    """
     for line in start.sources.rejected:
         _log.warning("rejected: %s", line)
     cut = read_newest(start.sources, step=step, only=only)
+    if cut is None:
+        _refuse_anew(start)
     if step is None and only is None:
         start.unread = unread(start.sources, cut)
         if (fallen := fallen_back(start.config, start.sources, cut, start.before)) is not None:
@@ -156,6 +165,7 @@ def _refuse_anew(start: Start) -> None:
     folders = unlisted_fulls(sources.objects, sources.run, sources.fulls, sources.forks)
     if any(name.step > 1 for folder in folders if (name := keys.parse(keys.manifest(folder))) is not None):
         void = void_fork(start.incarnation.incarnation)  # so that a repair need not fear that this start is still under way
+        start.spent = True
         incarnations.write_fork(start.objects, Fork(sources.run, void.incarnation, void.cut, void.proven))
         raise NoCut(
             f"run {sources.run} has full checkpoints that no version lists any more ({', '.join(folders)}), and nothing else to begin "
@@ -167,11 +177,9 @@ def bring_copies_in(start: Start, cut: Cut | None) -> ChainState:
     """Write the fork record, then bring the NVMe copy into the incarnation, and give what the keeper starts from.
 
     Raises:
-        NoCut: the run would begin anew, though it has full checkpoints that only a lost version listed.
         Superseded: a later incarnation has started meanwhile.
     """
-    if cut is None:
-        _refuse_anew(start)
+    start.spent = True
     if start.unread and start.nvme is not None:  # before the fork record: after it those steps are not live, and a next start misses none
         _log.warning("%s", keep_log(start.config, start.nvme.path, start.unread))
     scanned = start.sources.scan

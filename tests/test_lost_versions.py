@@ -158,8 +158,8 @@ def test_steps_of_an_abandoned_lineage_do_not_count_as_newer(small: Small) -> No
     assert shard not in removed and "may be writing it" in kept[shard.rpartition("/")[0]]
 
 
-def test_a_run_is_not_begun_anew_beside_what_a_repair_lists_again(tmp_path: Path) -> None:
-    """On a host without the log: the refused start leaves the run as it was, so a repair at once is enough."""
+def test_a_run_is_not_begun_anew_beside_what_a_repair_lists_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On a host without the log: the refused start leaves the run as it was, so a repair at once is enough, even while it waits."""
     process = Process(tmp_path, options={"nvme": "none"})
     process.ckpt.restore()
     for _ in range(OLDER_FULL):
@@ -173,7 +173,13 @@ def test_a_run_is_not_begun_anew_beside_what_a_repair_lists_again(tmp_path: Path
         with pytest.raises(NoCut, match=r"full checkpoints that no version lists any more \(full/.*; for a new run, give another URI"):
             trial.ckpt.restore() if restores else trial.step()
         trial.abandon()
+    waiting = Process(tmp_path, options={"nvme": "none"})
+    with pytest.raises(NoCut):
+        waiting.ckpt.restore()
+    assert not caplog.records, "nobody goes on without them"
     assert run_tool(fsck.main, f"file://{tmp_path}/objects?nvme=none", "--repair").code == 1
+    assert waiting.ckpt.restore() == OLDER_FULL
+    waiting.abandon()
     process = Process(tmp_path, options={"nvme": "none"})
     assert process.ckpt.restore() == OLDER_FULL
     process.abandon()

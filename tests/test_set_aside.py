@@ -24,7 +24,7 @@ from adacheck.repair import repair
 from adacheck.store import Store
 from adacheck.tools import fsck, restore
 from tests.test_damage import edit, increment_slot, oldest_base
-from tests.tiny_run import Process
+from tests.tiny_run import Process, plain_objects
 from tests.tool_run import run_tool
 
 STEPS, BASE, FULL = 10, 4, 8
@@ -92,6 +92,24 @@ def test_what_a_start_could_not_read_is_kept_mended_and_exported(
     assert (again.step, again.opaque, digests(again)) == (STEPS, before.opaque, digests(before))
     assert run_tool(restore.main, uri_of(root, 1), "--to", str(root / "exported")).code == 0
     trained(root, 14, 14)
+
+
+def test_a_script_without_restore_keeps_what_it_cannot_read_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log has no cut that can be read, and there is no full checkpoint: its first `step()` begins the run anew."""
+    trained(tmp_path, 0, FULL // 4)
+    with plain_objects(tmp_path) as objects:  # as if it had been killed before the first one
+        for key in [*objects.list(keys.FULL_PREFIX), *objects.list(keys.VERSIONS_PREFIX)]:
+            objects.delete(key)
+    with LmdbBackend(next(folder for folder in (tmp_path / "nvme").glob("*/0"))) as nvme:
+        edit(nvme, keys.CHAIN, "flipped")
+    process = Process(tmp_path, options=LONG)
+    caplog.set_level(logging.WARNING, "adacheck")
+    process.step()
+    process.abandon()
+    said = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("rejected: chain record of lmdb:") for line in said), said
+    assert any("may still hold steps 1 to 2, goes on without" in line and "/0.damaged-1: " in line for line in said), said
+    assert [folder.name for folder in (tmp_path / "nvme").glob("*/0.*")] == ["0.damaged-1"]
 
 
 def test_one_is_kept_at_a_time(root: Path) -> None:
