@@ -1,8 +1,8 @@
 """Keeps the log on NVMe that a start could not read whole: a copy beside it, for a repair, since the start goes on in its place.
 
 The fork record of that start ends the log's lineage, so the copy is looked at by itself (`aside=N` in the URI), by the forks there were.
-There is one at a time: a disk that damages log after log is not filled with them. Nothing depends on what is in the way here: a start
-goes on where it can be neither kept nor removed, and says so. Without torch.
+There is one at a time, and beside it one that cannot even be opened: a disk that damages log after log is not filled with them. Nothing
+depends on what is in the way here: a start goes on where it can be neither kept nor removed, and says so. Without torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from adacheck.backends.errors import BackendError, Full
 from adacheck.backends.lmdb_directory import DATA_FILE, free_bytes
+from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.local_files import LocalFiles
 from adacheck.backends.os_errors import translate_os_error
 from adacheck.config import StoreConfig
@@ -39,11 +40,20 @@ def keep_log(config: StoreConfig, path: Path, steps: list[int]) -> str:
     return f"{what}; what it was is kept in {kept}: {look_aside(config, kept)}, or the next start that cannot read its log"
 
 
-def forget_earlier(path: Path) -> None:
-    """Keep only what was set aside last of the log at `path`."""
+def forget_earlier(path: Path, *, unopenable: bool = False) -> None:
+    """Keep only what was set aside last of the log at `path`; with `unopenable`, of what cannot be opened, and all that can."""
     with _only_warned(f"what was set aside before beside {path}"):
         for old in set_aside(path)[:-1]:
-            shutil.rmtree(old)
+            if not (unopenable and _opens(old)):
+                shutil.rmtree(old)
+
+
+def _opens(folder: Path) -> bool:
+    try:
+        with LmdbBackend(folder, read_only=True) as log:
+            return any(True for _ in log.list(""))
+    except BackendError:
+        return False
 
 
 def forget_half(path: Path) -> None:

@@ -118,7 +118,7 @@ def _open_nvme(config: StoreConfig, run: str) -> LmdbBackend | None:
     forget_half(path)
     if aside is not None:
         _log.warning("rejected: %s", aside)
-        forget_earlier(path)
+        forget_earlier(path, unopenable=True)
     return nvme
 
 

@@ -127,6 +127,19 @@ def test_of_logs_that_cannot_even_be_opened_one_is_kept(root: Path) -> None:
         assert [folder.name for folder in sorted((root / "nvme").glob("*/0.*"))] == [f"0.damaged-{number}"]
 
 
+def test_one_that_can_be_mended_outlives_those_that_cannot_be_opened(root: Path) -> None:
+    damage(root, "increment")
+    trained(root, STEPS - 1, STEPS)
+    for number in (2, 3):
+        (file,) = (root / "nvme").glob("*/0/data.mdb")
+        file.write_bytes(b"\xa5" * 20_000)
+        trained(root, FULL, FULL)
+        assert [folder.name for folder in sorted((root / "nvme").glob("*/0.*"))] == ["0.damaged-1", f"0.damaged-{number}"]
+    with open_objects(parse(uri_of(root, 1), {}), writing=True) as objects:
+        repair(parse(uri_of(root, 1), {}), objects, Sample(1.0))
+    assert newest(parse(uri_of(root, 1), {})).step == STEPS
+
+
 def test_a_check_tells_of_it_and_a_collection_ends_it(root: Path) -> None:
     damage(root, "base")
     trained(root, FULL, FULL)
