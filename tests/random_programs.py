@@ -75,6 +75,8 @@ def accepts(optim: Optim, part: Part) -> bool:
         return part.form in _MATRICES and part.dtype != "float16"
     if kind == "LBFGS":
         return part.form not in ("complex", "empty", "conv", "transposed", "slice") and part.dtype == "float32"
+    if kind == "SGD" and options.get("fused") and options.get("momentum") and part.dtype in HALVES:
+        return False  # this kernel of torch's gives other bits for the same tensors from call to call
     if kind == "Adafactor" or options.get("fused"):
         return part.form != "complex" and (kind != "Adafactor" or part.form != "empty")
     return True
