@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from adacheck.backends.base import Backend
 from adacheck.backends.errors import Busy
@@ -85,6 +85,15 @@ def repair(config: StoreConfig, objects: Backend, sample: Sample, *, say: Callab
         StoreBusy: a trainer of this host is running; names its pid.
         BackendError: a tier does not answer, or refuses.
     """
+    done = _repair_once(config, objects, sample, say)
+    if config.aside or not any(finding.tier is Tier.NVME and finding.kind is Kind.UNREADABLE for finding in done.left):
+        return done
+    # A bad page may come to light only when something is written: then the file as a whole is moved out of the way.
+    again = _repair_once(config, objects, sample, say)
+    return replace(again, found=[*done.found, *again.found], actions=[*done.actions, *again.actions])
+
+
+def _repair_once(config: StoreConfig, objects: Backend, sample: Sample, say: Callable[[Action], None]) -> Repaired:
     with ExitStack() as stack:
         nvme, moved, found = _open_nvme(config, objects, stack)
         for action in moved:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from adacheck import mend
+from adacheck import repair as repair_module
 from adacheck.backends.errors import BackendError
 from adacheck.backends.lmdb_store import LmdbBackend
 from adacheck.backends.object_store import ObjectStore
@@ -23,6 +24,8 @@ from adacheck.config import parse
 from adacheck.finding import Severity
 from adacheck.manifests import keys
 from adacheck.repair import Repaired, repair
+from adacheck.repair_bytes import put_good_bytes
+from adacheck.repair_case import Case
 from tests.damaged_store import STEPS
 from tests.flipped_store import Small, content_of, flip, loaded, positions, restored
 
@@ -111,6 +114,32 @@ def test_any_flipped_bit_of_the_lmdb_file_is_named_or_changes_nothing(small: Sma
                 assert cut.step == (NEWEST_FULL if str(file) in named(done) else STEPS)
             assert objects_intact(small, objects)
     assert live > 50 and unharmed > 50
+
+
+def test_an_lmdb_file_that_falls_apart_while_it_is_repaired_is_moved_out_of_the_way(
+    small: Small, raw: tuple[Path, Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, file, _ = raw
+    key = next(key for key in small.content.nvme if "/inc/" in key)
+    with LmdbBackend(file.parent, create=False) as nvme:
+        nvme.put(key, flip(small.content.nvme[key], 9))
+
+    def falls_apart(case: Case) -> None:
+        put_good_bytes(case)
+        with file.open("r+b") as opened:
+            opened.seek(2 * 4096)  # behind the two pages that say where the tree begins
+            opened.write(bytes(file.stat().st_size - 2 * 4096))
+        monkeypatch.undo()
+
+    monkeypatch.setattr(repair_module, "STAGES", (falls_apart,))
+    with ObjectStore(f"file://{root}/objects") as objects:
+        done = repair(parse(f"file://{root}/objects?nvme={root}/nvme", {}), objects, Sample(1.0))
+        assert {key, str(file)} <= named(done) and not done.damage_left
+        assert done.newest is not None and done.newest.step == NEWEST_FULL
+        assert (file.parent.parent / "0.damaged-1" / "data.mdb").is_file()
+        after = held_by(file)
+        assert after is not None
+        small.check_live(restored(objects, loaded(after)))
 
 
 def held_by(file: Path) -> dict[str, bytes] | None:
