@@ -103,7 +103,7 @@ def _meta(page: bytes, path: Path, number: int) -> Meta:
     if len(page) < 16 + _META.size + 2 * _TREE.size + 16:
         raise Damaged(f"{path} ends within meta page {number}; restore from another tier and move the directory away")
     flags = _HEADER.unpack_from(page)[2]
-    magic, version, _, _ = _META.unpack_from(page, 16)
+    magic, version, _, map_bytes = _META.unpack_from(page, 16)
     if not flags & _META_PAGE or magic != _MAGIC:
         raise Damaged(f"{path} is no LMDB file: meta page {number} has flags {flags:#x} and magic {magic:#x}")
     if version != _FORMAT:
@@ -114,6 +114,8 @@ def _meta(page: bytes, path: Path, number: int) -> Meta:
     page_bytes = fields[0][0]
     if page_bytes < 512 or page_bytes > 65536 or page_bytes & (page_bytes - 1):
         raise Damaged(f"{path} meta page {number} names a page size of {page_bytes}")
+    if (last_page + 1) * page_bytes > map_bytes:  # LMDB would make its map as large as that, and write behind it
+        raise Damaged(f"{path} meta page {number} says its last page is {last_page}, which no map of {map_bytes} bytes has")
     free, content = (Tree(f[2], f[3], f[4], f[5], f[7]) for f in fields)
     return Meta(page_bytes, (free, content), last_page, transaction)
 

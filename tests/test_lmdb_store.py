@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -413,6 +414,9 @@ def test_a_directory_that_is_absent_or_none_is_denied(tmp_path: Path) -> None:
 
 # --- damage
 
+LAST_PAGE_AT = 136
+"""In a meta page: behind its header of 16 bytes, magic, version, address, size of the map, and two trees of 48 bytes."""
+
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
@@ -478,6 +482,21 @@ with LmdbBackend(path) as store:
 print(len(places) > 50, found > 0, found + harmless == len(places))
 """
     assert _run(script, whole) == "True True True"
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("bit", range(33, 64, 5))
+def test_a_last_page_that_no_disk_has_is_damaged(whole: Path, bit: int, read_only: bool) -> None:
+    """LMDB would map as much as that, or fail for want of memory, or take it for a file that another process has made larger."""
+    file = whole / "data.mdb"
+    with file.open("rb+") as opened:
+        for meta in (0, 4096):
+            opened.seek(meta + LAST_PAGE_AT)
+            (before,) = struct.unpack("<Q", opened.read(8))
+            opened.seek(meta + LAST_PAGE_AT)
+            opened.write(struct.pack("<Q", before ^ 1 << bit))
+    with pytest.raises(Damaged, match=str(whole)):
+        LmdbBackend(whole, read_only=read_only)
 
 
 def test_another_file_in_its_place_is_damaged(tmp_path: Path) -> None:
