@@ -268,7 +268,8 @@ class CrashingFiles(LocalFiles):
                 (path / name).mkdir()
                 self._write_out(node, path / name)
             elif node is not None:
-                (path / name).write_bytes(node.content if self._survives() else node.synced)
+                content = bytes(node.content)  # a copy: another thread may be adding to it
+                (path / name).write_bytes(content if self._survives() else node.synced)
 
     def _survives(self) -> bool:
         return self._kept is not None and self._kept.random() < 0.5
