@@ -49,9 +49,9 @@ def check_lineage(config: StoreConfig, objects: Backend, nvme: Backend) -> Incar
     return fence
 
 
-def is_other(fence: Incarnation, taken: Incarnation | None) -> bool:
+def is_other(fence: Incarnation, taken: Incarnation) -> bool:
     """Whether an object tier's record of an incarnation shows that a fence of that number is of another history."""
-    return taken is not None and taken != fence and not is_made_anew(taken)
+    return taken != fence and not is_made_anew(taken)
 
 
 def who(incarnation: Incarnation) -> str:
